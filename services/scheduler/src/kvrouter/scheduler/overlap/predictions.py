@@ -1,7 +1,7 @@
 """Predicted blocks: of ranks that send no events, of all ranks (approximate mode), or of content without known ids.
 
-A rank is assumed to hold the blocks of each request booked on it, for ``ttl_seconds``. A new incarnation of a rank
-starts without blocks.
+A rank is assumed to hold the blocks of each request booked on it, for ``ttl_seconds``, until the cached tokens of its
+engine show that it has evicted them. A new incarnation of a rank starts without blocks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from functools import partial
 
 import numpy as np
 from kvrouter.core import PredictedIndex, Rank
-from kvrouter.scheduler.bookings.booking import Booked, Moved
+from kvrouter.scheduler.bookings.booking import Booked, Booking, Freed, Moved
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.pools import Pool
+from kvrouter.scheduler.overlap.evictions import EvictionCheck
 from kvrouter.scheduler.overlap.indexer_query import NO_RANKS, Overlaps
 from kvrouter.scheduler.request.prompt import HASH_BYTES, Prompt
 from kvrouter.scheduler.workers.candidates import ListedRanks
@@ -41,6 +42,7 @@ _LONG_HASHES = 4096 * HASH_BYTES
 class _Prediction:
     block_size: int
     index: PredictedIndex = field(repr=False)
+    evictions: EvictionCheck = field(default_factory=EvictionCheck, repr=False)
     incarnations: dict[Rank, int] = field(default_factory=dict)
     """Incarnation of each rank's blocks."""
     listed: ListedRanks = NO_RANKS
@@ -97,9 +99,10 @@ class Predictions:
         return Overlaps(listed, blocks)
 
     def follow(self, booking_table: BookingTable) -> None:
-        """Subscribes to new and moved bookings, to record their blocks for their ranks."""
+        """Subscribes to bookings, to record their blocks for their ranks, and to learn which of these were evicted."""
         booking_table.subscribe(Booked, self._placed)
         booking_table.subscribe(Moved, self._placed)
+        booking_table.subscribe(Freed, self._freed)
 
     def _placed(self, change: Booked | Moved) -> None:
         booking = change.booking
@@ -108,11 +111,33 @@ class Predictions:
             return
         if self.everywhere or not candidate.publishes_events or booking.prompt.indexed_blocks is not None:
             self._record_waiting()
+            if isinstance(change, Moved):
+                self._of(booking.pool).evictions.move(booking.key)
+            elif booking.prompt.indexed_blocks is None:
+                self._expect(booking)
             self._waiting = partial(self.record, booking.pool, booking.rank, candidate.incarnation, booking.prompt)
             if len(booking.prompt.local_hashes) < _LONG_HASHES:
                 self._record_waiting()
             else:
                 self.later(self._record_waiting)
+
+    def _expect(self, booking: Booking) -> None:
+        """Notes which prefix the rank should have."""
+        predicted, now = self._of(booking.pool), self.clock()
+        blocks, last_use = booking.outcome.overlap_blocks, None
+        if blocks:
+            prefix = booking.prompt.local_hashes[: blocks * HASH_BYTES]
+            last_use = predicted.index.last_use(booking.rank, prefix, now)
+        predicted.evictions.begin(booking.key, booking.rank, now, last_use, blocks * predicted.block_size)
+
+    def _freed(self, change: Freed) -> None:
+        booking = change.booking
+        predicted = None if booking is None else self._predicted.get(booking.pool.name)
+        if booking is None or predicted is None:
+            return
+        evicted_until = predicted.evictions.end(booking.key, booking.rank, change.cached_tokens)
+        if evicted_until is not None:
+            predicted.index.forget_until(booking.rank, evicted_until)
 
     def _record_waiting(self) -> None:
         record, self._waiting = self._waiting, None
@@ -125,6 +150,7 @@ class Predictions:
         if predicted.incarnations.get(rank) != incarnation:
             self._forget_gone(pool, predicted)
             predicted.index.remove_rank(rank)
+            predicted.evictions.forget(rank)
             predicted.incarnations[rank] = incarnation
             _list(predicted)
         predicted.index.record(rank, prompt.local_hashes, self.clock())
@@ -150,6 +176,7 @@ class Predictions:
             return
         for rank in predicted.incarnations.keys() - {candidate.rank for candidate in pool.candidates}:
             predicted.index.remove_rank(rank)
+            predicted.evictions.forget(rank)
             del predicted.incarnations[rank]
 
 

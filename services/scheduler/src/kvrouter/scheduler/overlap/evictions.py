@@ -1,0 +1,86 @@
+"""Notices which predicted blocks an engine has evicted, by the cached tokens that it reports.
+
+Engines evict the least recently used blocks first. So if a rank lacks a prefix that was last used at a time, it also
+lacks all that was last used before. Two requests in a row must show this, because one may be an accident: the
+request that should have left the prefix may have failed. A request beside another one with its prefix shows nothing:
+the prefix may not be computed yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvrouter.core import Rank
+from kvrouter.scheduler.identifiers import Key
+
+_FOUND_SHARE = 0.5
+"""Share of a predicted prefix that counts as found. Lengths of untokenized prompts are estimates."""
+_MISSES = 2
+"""Consecutive requests of a rank that must miss their prefixes."""
+
+
+class _Expected(NamedTuple):
+    began: float
+    """Time at which the request was booked, seconds."""
+    last_use: float | None
+    """Time of the last request with its predicted prefix; None if there is none, or if that may still run."""
+    tokens: int
+    """Length of that prefix."""
+
+
+@dataclass(slots=True)
+class _Running:
+    requests: dict[Key, _Expected] = field(default_factory=dict)
+    """Those booked on the rank, the oldest first."""
+    misses: int = 0
+
+
+class EvictionCheck:
+    """Compares predictions with reports, for the ranks of a component."""
+
+    def __init__(self) -> None:
+        """Starts without ranks."""
+        self._ranks: dict[Rank, _Running] = {}
+
+    def begin(self, key: Key, rank: Rank, now: float, last_use: float | None, tokens: int) -> None:
+        """Adds a request.
+
+        Args:
+            key: Its booking.
+            rank: Its rank.
+            now: Time of the booking, seconds.
+            last_use: Time of the last request with its predicted prefix; None if none is predicted.
+            tokens: Length of that prefix.
+        """
+        running = self._ranks.setdefault(rank, _Running())
+        oldest = next(iter(running.requests.values()), None)
+        is_settled = last_use is not None and (oldest is None or last_use < oldest.began)
+        running.requests[key] = _Expected(now, last_use if is_settled else None, tokens)
+
+    def end(self, key: Key, rank: Rank, cached_tokens: int | None) -> float | None:
+        """Removes a request. Returns the time such that the rank has evicted what was last used until then, or None.
+
+        Args:
+            key: Its booking.
+            rank: Its rank.
+            cached_tokens: Prompt tokens that the engine found in its cache; None if unknown.
+        """
+        running = self._ranks.get(rank)
+        expected = None if running is None else running.requests.pop(key, None)
+        if running is None or expected is None or expected.last_use is None or cached_tokens is None:
+            return None
+        if cached_tokens >= _FOUND_SHARE * expected.tokens:
+            running.misses = 0
+            return None
+        running.misses += 1
+        return expected.last_use if running.misses >= _MISSES else None
+
+    def move(self, key: Key) -> None:
+        """Removes a request whose rank changes."""
+        for running in self._ranks.values():
+            running.requests.pop(key, None)
+
+    def forget(self, rank: Rank) -> None:
+        """Removes a rank."""
+        self._ranks.pop(rank, None)

@@ -1,0 +1,71 @@
+"""Evictions by engines without events show in the cached tokens that they report."""
+
+from __future__ import annotations
+
+from kvrouter.scheduler.overlap.evictions import EvictionCheck
+from kvrouter.scheduler.overlap.predictions import PredictionLimits
+
+from ..harness import Parts, routing, selecting, view, worker
+
+ONE, TWO = (1, 0), (2, 0)
+
+
+def key(number: int) -> tuple[str, int, int]:
+    return (f"r{number}", 0, 1)
+
+
+def missed(check: EvictionCheck, number: int, last_use: float, cached_tokens: int | None = 0) -> float | None:
+    """Runs a request by itself, whose prefix of 100 tokens was last used at a time."""
+    check.begin(key(number), ONE, number, last_use, 100)
+    return check.end(key(number), ONE, cached_tokens)
+
+
+def test_two_misses_in_a_row_show_an_eviction() -> None:
+    check = EvictionCheck()
+    assert missed(check, 10, 1.0) is None
+    assert missed(check, 11, 2.0) == 2.0
+    assert missed(check, 12, 3.0, 49) == 3.0
+    assert missed(check, 13, 4.0, 50) is None
+    assert missed(check, 14, 5.0) is None, "a hit came between"
+    assert missed(check, 15, 6.0, None) is None, "unknown is neither"
+    assert missed(check, 16, 7.0) == 7.0
+
+
+def test_a_prefix_may_not_be_computed_while_another_request_with_it_runs() -> None:
+    check = EvictionCheck()
+    check.begin(key(10), ONE, 10.0, None, 0)
+    for number in (11, 12, 13):
+        assert missed(check, number, 10.0) is None
+    assert missed(check, 14, 9.0) is None
+    assert missed(check, 15, 9.0) == 9.0, "it was used before any that runs"
+    assert check.end(key(10), ONE, 0) is None
+
+
+def test_requests_that_move_and_ranks_that_leave_show_nothing() -> None:
+    check = EvictionCheck()
+    missed(check, 10, 1.0)
+    check.begin(key(11), ONE, 11.0, 2.0, 100)
+    check.move(key(11))
+    assert check.end(key(11), TWO, 0) is None
+    assert check.end(key(11), ONE, 0) is None
+    check.forget(ONE)
+    assert missed(check, 12, 3.0) is None
+
+
+async def test_what_a_rank_evicted_is_no_longer_predicted() -> None:
+    parts = Parts(view(worker(1)), predicts=PredictionLimits())
+
+    async def run(name: str, seed: int, cached_tokens: int) -> int:
+        parts.now += 1
+        selected = await parts.select(selecting(name, routing(6, seed=seed)))
+        parts.booking_table.free((name, 0, 1), cached_tokens=cached_tokens)
+        return selected.overlap_blocks
+
+    for seed in range(1, 6):
+        assert await run(f"first-{seed}", seed, 0) == 0
+    assert await run("hit", 5, 80) == 5
+    assert await run("miss", 2, 0) == 5
+    assert await run("again", 3, 0) == 5
+    assert await run("older", 1, 0) == 0
+    assert await run("newer", 4, 80) == 5
+    assert await run("missed once, and recorded since", 2, 80) == 5
