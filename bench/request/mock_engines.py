@@ -4,7 +4,7 @@
 
 Each port is an engine. It answers chats, completions, Messages and Responses with as many tokens as a request asks for,
 of a stream one at a time. An engine holds the last prefixes that it saw; ``GET /counts`` says how many requests each
-had, and of how many it held the prefix.
+had, and of how many it held the prefix. The usage in its responses says the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from functools import cache
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import uvloop
@@ -27,6 +27,8 @@ _HELD_PREFIXES = 12
 """Prefixes that an engine holds. The load has 32, of which each of four engines needs a quarter."""
 _PREFIX = slice(128, 384)
 """Bytes of a body that tell its prefix."""
+_BYTES_PER_TOKEN = 5
+"""Bytes of a body for each token: a word of four letters and a space. Three quarters of a prompt are its prefix."""
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _END_OF_HEAD = b"\r\n\r\n"
 
@@ -42,8 +44,20 @@ class _Body(msgspec.Struct):
 _BODY = msgspec.json.Decoder(_Body)
 
 
-def _chat(tokens: int) -> tuple[list[Any], Any]:
-    usage = {"prompt_tokens": 2000, "completion_tokens": tokens, "prompt_tokens_details": {"cached_tokens": 1900}}
+class _Usage(NamedTuple):
+    prompt: int
+    """Tokens of the prompt."""
+    cached: int
+    """Those of them that the engine held."""
+
+    def openai(self, tokens: int) -> dict[str, Any]:
+        """Returns the usage of chats and completions."""
+        details = {"cached_tokens": self.cached}
+        return {"prompt_tokens": self.prompt, "completion_tokens": tokens, "prompt_tokens_details": details}
+
+
+def _chat(tokens: int, used: _Usage) -> tuple[list[Any], Any]:
+    usage = used.openai(tokens)
     head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
     chunk = head | {"choices": [{"index": 0, "delta": {"content": _WORD}, "finish_reason": None}]}
     last = head | {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
@@ -53,16 +67,16 @@ def _chat(tokens: int) -> tuple[list[Any], Any]:
     return [*[chunk] * tokens, last, head | {"choices": [], "usage": usage}], whole
 
 
-def _completion(tokens: int) -> tuple[list[Any], Any]:
-    usage = {"prompt_tokens": 2000, "completion_tokens": tokens, "prompt_tokens_details": {"cached_tokens": 1900}}
+def _completion(tokens: int, used: _Usage) -> tuple[list[Any], Any]:
+    usage = used.openai(tokens)
     head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
     chunk = head | {"choices": [{"index": 0, "text": _WORD, "finish_reason": None}]}
     whole = head | {"choices": [{"index": 0, "text": _WORD * tokens, "finish_reason": "length"}], "usage": usage}
     return [*[chunk] * tokens, head | {"choices": [], "usage": usage}], whole
 
 
-def _message(tokens: int) -> tuple[list[Any], Any]:
-    usage = {"input_tokens": 100, "cache_read_input_tokens": 1900, "output_tokens": tokens}
+def _message(tokens: int, used: _Usage) -> tuple[list[Any], Any]:
+    usage = {"input_tokens": used.prompt - used.cached, "cache_read_input_tokens": used.cached, "output_tokens": tokens}
     whole = {"id": "msg_1", "type": "message", "role": "assistant", "model": "m", "stop_reason": "max_tokens"}
     whole |= {"content": [{"type": "text", "text": _WORD * tokens}], "usage": usage}
     delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": _WORD}}
@@ -70,8 +84,12 @@ def _message(tokens: int) -> tuple[list[Any], Any]:
     return [{"type": "message_start", "message": whole}, *[delta] * tokens, end, {"type": "message_stop"}], whole
 
 
-def _response(tokens: int) -> tuple[list[Any], Any]:
-    usage = {"input_tokens": 2000, "input_tokens_details": {"cached_tokens": 1900}, "output_tokens": tokens}
+def _response(tokens: int, used: _Usage) -> tuple[list[Any], Any]:
+    usage = {
+        "input_tokens": used.prompt,
+        "input_tokens_details": {"cached_tokens": used.cached},
+        "output_tokens": tokens,
+    }
     item = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed"}
     item |= {"content": [{"type": "output_text", "text": _WORD * tokens, "annotations": []}]}
     whole = {"id": "resp_1", "object": "response", "status": "completed", "model": "m", "output": [item]}
@@ -104,12 +122,12 @@ def _whole(body: Any, status: str = "200 OK") -> bytes:
     return head.encode() + encoded
 
 
-@cache
-def _answer(path: str, tokens: int, is_stream: bool) -> list[bytes]:
+@lru_cache(1024)
+def _answer(path: str, tokens: int, is_stream: bool, used: _Usage) -> list[bytes]:
     """Returns what is written in each step."""
     if path not in ANSWERS:
         return [_whole({"error": {"message": f"no API at {path}"}}, "404 Not Found")]
-    events, whole = ANSWERS[path](tokens)
+    events, whole = ANSWERS[path](tokens, used)
     if not is_stream:
         return [_whole(whole)]
     parts = [_chunk(_event(event)) for event in events]
@@ -126,15 +144,17 @@ class Engine:
         self.hits = 0
         self._held: OrderedDict[bytes, None] = OrderedDict()
 
-    def count(self, body: bytes) -> None:
+    def count(self, body: bytes) -> _Usage:
         """Counts a request for tokens."""
-        prefix = body[_PREFIX]
+        prefix, prompt = body[_PREFIX], len(body) // _BYTES_PER_TOKEN
+        is_hit = prefix in self._held
         self.requests += 1
-        self.hits += prefix in self._held
+        self.hits += is_hit
         self._held[prefix] = None
         self._held.move_to_end(prefix)
         if len(self._held) > _HELD_PREFIXES:
             self._held.popitem(last=False)
+        return _Usage(prompt, prompt * 3 // 4 if is_hit else 0)
 
 
 class Engines:
@@ -219,11 +239,10 @@ class Connection(asyncio.Protocol):
         if method != b"POST":
             self._transport.write(self._engines.got(path))
             return
-        if path in ANSWERS:
-            self._engine.count(body)
+        used = self._engine.count(body) if path in ANSWERS else _Usage(0, 0)
         fields = _BODY.decode(body)
         tokens = fields.max_tokens or fields.max_completion_tokens or fields.max_output_tokens or 1
-        self._engines.start(self._transport, _answer(path, tokens, fields.stream))
+        self._engines.start(self._transport, _answer(path, tokens, fields.stream, used))
 
 
 async def main(model: str, ports: list[int]) -> None:
