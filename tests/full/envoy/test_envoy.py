@@ -29,13 +29,15 @@ def prompt(number: int, tokens: int = 160) -> list[int]:
 
 
 async def test_requests_reach_the_holder_of_their_prefix(fleet: Fleet) -> None:
-    holders = {}
-    for number in range(1, 7):
+    holders: dict[int, str] = {}
+    # Between workers of equal cost the choice is left to chance.
+    while len(set(holders.values())) < 2:
+        number = len(holders) + 1
+        assert number < 100
         status, _, headers = await fleet.complete(prompt(number))
         assert status == 200
         holders[number] = headers["x-kvrouter-worker"]
-    assert len(set(holders.values())) == 2
-    await fleet.until(lambda: fleet.metric("kvrouter_indexer_blocks"), 6 * 10.0)
+    await fleet.until(lambda: fleet.metric("kvrouter_indexer_blocks"), len(holders) * 10.0)
     for number, holder in holders.items():
         _, body, headers = await fleet.complete([*prompt(number), 7, 8, 9])
         assert headers["x-kvrouter-worker"] == holder
