@@ -1,4 +1,4 @@
-"""What both sides of a connection do with its socket: read in turns, write what is ready together, notice silence."""
+"""The I/O of either side of a connection: reads in turns, writes ready bytes together, notices silence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ConnectionLost(Exception):
 
 
 class Endpoint(asyncio.Protocol):
-    """One end of a connection. Subclasses know what is read and written."""
+    """One end of a connection. Subclasses know the protocol."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -57,14 +57,14 @@ class Endpoint(asyncio.Protocol):
 
     @abstractmethod
     def _flush(self) -> None:
-        """Writes what is ready. ``_woken`` must become False."""
+        """Writes the ready bytes. ``_woken`` must become False."""
 
     @abstractmethod
     def _ping(self) -> None:
         """Asks the peer for an answer."""
 
     def wake(self) -> None:
-        """Writes what is ready after the ready callbacks, so they share a write."""
+        """Writes the ready bytes after the ready callbacks, so they share a write."""
         if not self._woken:
             self._woken = True
             self._loop.call_soon(self._flush)

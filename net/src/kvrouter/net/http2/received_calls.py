@@ -63,7 +63,7 @@ class Received:
 
 
 class ReceivedCall:
-    """One call, as its handler sees it: what grpc.aio.ServicerContext has of it."""
+    """One call, as its handler sees it: a part of grpc.aio.ServicerContext."""
 
     __slots__ = (
         "_code",
@@ -91,7 +91,7 @@ class ReceivedCall:
     )
 
     def __init__(self, side: ReceivedCalls, number: int, headers: dict[bytes, bytes], window: int) -> None:
-        """``window`` is what the client accepts at first, bytes."""
+        """``window``: bytes the client accepts at first."""
         self.number = number
         self.headers = headers
         self.path = headers.get(b":path", b"").decode("ascii", "replace")
@@ -240,7 +240,7 @@ class ReceivedCall:
         self.on_cancelled()
 
     def closed(self) -> None:
-        """Forgets what was received and not read."""
+        """Forgets the unread messages."""
         self.is_over = True
         self._side.received.bytes -= self._queued + len(self._reader)
         self._queued = 0
@@ -284,7 +284,7 @@ class ReceivedCalls(Http2Side):
 
         Args:
             peer: Address of the client, as gRPC names it.
-            received: What all connections of the server hold.
+            received: Size of the messages all connections of the server hold.
             begin: Called with each new call.
         """
         super().__init__()

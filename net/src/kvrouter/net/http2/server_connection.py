@@ -23,7 +23,7 @@ class ServerConnection(Endpoint):
 
         Args:
             connections: The open connections of the server, this one while it is open.
-            received: What all of them hold.
+            received: Size of the messages all of them hold.
             begin: Called with each new call.
         """
         super().__init__()

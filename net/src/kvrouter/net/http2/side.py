@@ -1,4 +1,4 @@
-"""What both sides of an HTTP/2 connection with gRPC calls do with frames. Does no I/O.
+"""The frames of either side of an HTTP/2 connection with gRPC calls, without I/O.
 
 Sources: RFC 9113 (HTTP/2), RFC 7541 (HPACK, by the library hpack) and gRPC's "gRPC over HTTP2". Only the parts calls
 need are here: messages not compressed, no priorities, no push.
@@ -119,7 +119,7 @@ class MessageReader:
 
 
 class Http2Side(ABC):
-    """The frames of a connection, and what they allow. Subclasses know its calls."""
+    """The frames of a connection, and its flow control. Subclasses know its calls."""
 
     def __init__(self) -> None:
         self._flood = FloodBudget(_FLOOD_ITEMS, _FLOOD_SECONDS)

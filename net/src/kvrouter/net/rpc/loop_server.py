@@ -41,7 +41,7 @@ class LoopServer(Handlers):
     def __init__(self, gate: CallGate) -> None:
         """Creates a server without a port."""
         self.received = Received()
-        """What it holds of messages, at most ``received_calls.MAX_RECEIVED_BYTES``."""
+        """Size of the messages it holds, at most ``received_calls.MAX_RECEIVED_BYTES``."""
         self._gate = gate
         self._services: list[grpc.GenericRpcHandler] = []
         self._connections: set[ServerConnection] = set()

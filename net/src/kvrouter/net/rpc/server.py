@@ -25,7 +25,7 @@ class BindFailed(Exception):
 
 
 class Handlers(Protocol):
-    """What takes the handlers of a service: a server before its start."""
+    """Takes the handlers of services: a server before its start."""
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler], /) -> None:
         """Adds handlers."""

@@ -59,7 +59,7 @@ class EvictionCheck:
         running.requests[key] = _Expected(now, last_use if is_settled else None, tokens)
 
     def end(self, key: Key, rank: Rank, cached_tokens: int | None) -> float | None:
-        """Removes a request. Returns the time such that the rank has evicted what was last used until then, or None.
+        """Removes a request. Returns the time of last use up to which the rank has evicted its blocks, or None.
 
         Args:
             key: Its booking.

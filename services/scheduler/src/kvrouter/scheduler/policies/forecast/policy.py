@@ -1,6 +1,6 @@
 """Mode ``forecast``: the rank of least cost in time, without a weight to set.
 
-``README.md`` beside this file has the formula, its terms with their reasons, and what missing signals count as. The
+``README.md`` beside this file has the formula, its terms with their reasons, and the effect of missing signals. The
 native core computes the terms (``core/rust/src/load/forecast.rs``); ``weigh`` computes the same without it, and a
 property test compares the two.
 """
