@@ -69,3 +69,13 @@ async def test_what_a_rank_evicted_is_no_longer_predicted() -> None:
     assert await run("older", 1, 0) == 0
     assert await run("newer", 4, 80) == 5
     assert await run("missed once, and recorded since", 2, 80) == 5
+
+
+async def test_a_rank_s_first_request_may_still_compute_the_prefix_of_others() -> None:
+    parts = Parts(view(worker(1)), predicts=PredictionLimits())
+    await parts.select(selecting("first", routing(6, seed=1)))
+    for name, seed in (("other", 2), ("second", 1), ("third", 1)):
+        parts.now += 1
+        await parts.select(selecting(name, routing(6, seed=seed)))
+        parts.booking_table.free((name, 0, 1), cached_tokens=0)
+    assert (await parts.select(selecting("again", routing(6, seed=2)))).overlap_blocks == 5

@@ -1,9 +1,9 @@
 """Notices which predicted blocks an engine has evicted, by the cached tokens that it reports.
 
-Engines evict the least recently used blocks first. So if a rank lacks a prefix that was last used at a time, it also
-lacks all that was last used before. Two requests in a row must show this, because one may be an accident: the
-request that should have left the prefix may have failed. A request beside another one with its prefix shows nothing:
-the prefix may not be computed yet.
+Engines evict the least recently used blocks first. So a rank without a predicted prefix has also lost every block that
+it used before its last use of the prefix. Two consecutive requests must miss, because the request that should
+have left the prefix may have failed. A request does not count while another one with its prefix may still run: the
+prefix may not be computed yet.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class EvictionCheck:
         running.requests[key] = _Expected(now, last_use if is_settled else None, tokens)
 
     def end(self, key: Key, rank: Rank, cached_tokens: int | None) -> float | None:
-        """Removes a request. Returns the time of last use up to which the rank has evicted its blocks, or None.
+        """Removes a request. If it shows an eviction, returns the time of last use up to which blocks are gone.
 
         Args:
             key: Its booking.

@@ -100,29 +100,37 @@ class Predictions:
 
     def follow(self, booking_table: BookingTable) -> None:
         """Subscribes to bookings, to record their blocks for their ranks, and to learn which of these were evicted."""
-        booking_table.subscribe(Booked, self._placed)
-        booking_table.subscribe(Moved, self._placed)
+        booking_table.subscribe(Booked, self._booked)
+        booking_table.subscribe(Moved, self._moved)
         booking_table.subscribe(Freed, self._freed)
 
-    def _placed(self, change: Booked | Moved) -> None:
+    def _booked(self, change: Booked) -> None:
+        self._place(change.booking, is_new=True)
+
+    def _moved(self, change: Moved) -> None:
         booking = change.booking
+        predicted = self._predicted.get(booking.pool.name)
+        if predicted is not None:
+            predicted.evictions.move(booking.key)
+        self._place(booking, is_new=False)
+
+    def _place(self, booking: Booking, *, is_new: bool) -> None:
         candidate = booking.pool.worker_set.candidate(booking.rank)
         if candidate is None or not booking.prompt.local_hashes:
             return
         if self.everywhere or not candidate.publishes_events or booking.prompt.indexed_blocks is not None:
             self._record_waiting()
-            if isinstance(change, Moved):
-                self._of(booking.pool).evictions.move(booking.key)
-            elif booking.prompt.indexed_blocks is None:
+            self._begin_incarnation(booking.pool, booking.rank, candidate.incarnation)
+            if is_new and booking.prompt.indexed_blocks is None:
                 self._expect(booking)
-            self._waiting = partial(self.record, booking.pool, booking.rank, candidate.incarnation, booking.prompt)
+            self._waiting = partial(self._record, booking.pool, booking.rank, booking.prompt)
             if len(booking.prompt.local_hashes) < _LONG_HASHES:
                 self._record_waiting()
             else:
                 self.later(self._record_waiting)
 
     def _expect(self, booking: Booking) -> None:
-        """Notes which prefix the rank should have."""
+        """Notes the prefix that the rank is predicted to hold."""
         predicted, now = self._of(booking.pool), self.clock()
         blocks, last_use = booking.outcome.overlap_blocks, None
         if blocks:
@@ -144,8 +152,8 @@ class Predictions:
         if record is not None:
             record()
 
-    def record(self, pool: Pool, rank: Rank, incarnation: int, prompt: Prompt) -> None:
-        """Records the blocks of a request booked on a rank. A new incarnation drops the rank's earlier blocks."""
+    def _begin_incarnation(self, pool: Pool, rank: Rank, incarnation: int) -> None:
+        """Drops the earlier blocks of a rank if its incarnation is new."""
         predicted = self._of(pool)
         if predicted.incarnations.get(rank) != incarnation:
             self._forget_gone(pool, predicted)
@@ -153,7 +161,10 @@ class Predictions:
             predicted.evictions.forget(rank)
             predicted.incarnations[rank] = incarnation
             _list(predicted)
-        predicted.index.record(rank, prompt.local_hashes, self.clock())
+
+    def _record(self, pool: Pool, rank: Rank, prompt: Prompt) -> None:
+        """Records the blocks of a request booked on a rank."""
+        self._of(pool).index.record(rank, prompt.local_hashes, self.clock())
 
     def expire(self) -> None:
         """Drops blocks older than ``ttl_seconds``."""
