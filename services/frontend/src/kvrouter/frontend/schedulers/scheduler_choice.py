@@ -212,8 +212,9 @@ class SchedulerChoice:
 
     def avoid(self, scheduler_id: str, cause: str) -> None:
         """Avoids a Scheduler for 15 s if there is another."""
+        if scheduler_id not in self.avoided:
+            log.info("scheduler.avoided", scheduler=scheduler_id, component_name=str(self._component), cause=cause)
         self._until[scheduler_id] = time.monotonic() + _AVOIDED_SECONDS
-        log.info("scheduler.avoided", scheduler=scheduler_id, component_name=str(self._component), cause=cause)
 
     def pick(self) -> tuple[str, SchedulerConnection] | None:
         """Returns the Scheduler to open a session at: an avoided one if there is no other, None if none is live."""
