@@ -176,7 +176,7 @@ impl Predicted {
 
     /// Drops a rank's entries that were last recorded at a time or before. Returns their number.
     pub fn forget_until(&mut self, rank: Name, at: f64) -> usize {
-        self.drop_of(rank, |entry| entry.at <= at)
+        self.drop_old(rank, |entry| entry.at <= at)
     }
 
     /// Returns the number of a rank's entries.
@@ -187,15 +187,15 @@ impl Predicted {
 
     /// Removes a rank. Returns the number of entries dropped.
     pub fn remove_rank(&mut self, rank: Name) -> usize {
-        self.drop_of(rank, |_| true)
+        self.drop_old(rank, |_| true)
     }
 
-    /// Drops a rank's entries from the oldest to the first that is not meant. Returns their number.
-    fn drop_of(&mut self, rank: Name, is_meant: impl Fn(&Entry) -> bool) -> usize {
+    /// Drops a rank's entries that are old: all up to the first entry, of any rank, that is not. Returns their number.
+    fn drop_old(&mut self, rank: Name, is_old: impl Fn(&Entry) -> bool) -> usize {
         let Some(&slot) = self.slots.get(&rank) else { return 0 };
         let mut dropped = 0;
         let mut id = self.oldest;
-        while id != 0 && is_meant(self.entries.at(id)) {
+        while id != 0 && is_old(self.entries.at(id)) {
             let entry = self.entries.at(id);
             let newer = entry.newer;
             if entry.slot == slot {

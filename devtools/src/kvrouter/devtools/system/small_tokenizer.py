@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 VOCABULARY_SIZE = 4096
 """Number of tokens at most, without those that mark parts of a chat."""
 
-_OFTEN = 100
-"""Repetitions of words, so that training merges their characters before those of rarer words."""
+_REPETITIONS = 100
+"""Number of times that training sees the words of a caller, so that their characters are merged first."""
 _MODULES = (
     "argparse",
     "asyncio",
@@ -69,7 +69,7 @@ def write_small_tokenizer(directory: Path, *, words: Sequence[str] = ()) -> None
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*_documentation(), *_OFTEN * [" ".join(("", *words))]], trainer)
+    tokenizer.train_from_iterator([*_documentation(), *_REPETITIONS * [" ".join(("", *words))]], trainer)
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in _MARKS])
     tokenizer.save(str(directory / TOKENIZER))
     config = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": _TEMPLATE}

@@ -63,7 +63,7 @@ class Received:
 
 
 class ReceivedCall:
-    """One call, as its handler sees it: a part of grpc.aio.ServicerContext."""
+    """One call, as its handler sees it. Implements a part of grpc.aio.ServicerContext."""
 
     __slots__ = (
         "_code",

@@ -25,7 +25,7 @@ class BindFailed(Exception):
 
 
 class Handlers(Protocol):
-    """Takes the handlers of services: a server before its start."""
+    """A server before its start, which takes the handlers of services."""
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler], /) -> None:
         """Adds handlers."""

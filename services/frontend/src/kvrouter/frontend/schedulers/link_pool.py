@@ -102,9 +102,9 @@ class SchedulerLinks:
         return sum(self._is_sharded(component) for component in self._components.values())
 
     def ready(self) -> bool:
-        """Returns whether every component with workers has an open session."""
+        """Returns whether the link of every component with workers is ready."""
         components = self._directory.components.items()
-        return all(self._has_session(name) for name, view in components if view.workers)
+        return all(self._is_linked(name) for name, view in components if view.workers)
 
     def link(self, name: ComponentName, local_hashes: bytes, conversation_id: str = "") -> SchedulerLink:
         """Returns the link for a request.
@@ -166,7 +166,7 @@ class SchedulerLinks:
             component = self._components[name] = _Component(self._sharded)
         return component
 
-    def _has_session(self, name: ComponentName) -> bool:
+    def _is_linked(self, name: ComponentName) -> bool:
         link = self._component(name).links.get(_WHOLE)
         return link is not None and link.ready
 

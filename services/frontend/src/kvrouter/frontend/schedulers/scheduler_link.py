@@ -118,7 +118,7 @@ class SchedulerLink:
 
     @property
     def ready(self) -> bool:
-        """Whether a session is open, or was until a moment ago."""
+        """Whether a session is open, or was open less than the time of a failover ago."""
         return self._is_open.is_set() or time.monotonic() < self._failover_until
 
     @property

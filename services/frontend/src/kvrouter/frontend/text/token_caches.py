@@ -17,7 +17,7 @@ from typing import cast
 PIECE_CHARACTERS = 256
 """Shortest piece. Longer pieces cost less to look up, but more tokens of a prefix lie after its last cut."""
 LONG_PIECE_CHARACTERS = 4 << 10
-"""Shortest piece that is looked up before its own pieces are."""
+"""Shortest long piece. It is looked up first, and the pieces in it only if it is not known."""
 _OVERHEAD_BYTES = 256
 """Memory of an entry besides its text and tokens."""
 
