@@ -1,4 +1,4 @@
-"""Fields that requests of several services share: component, request id, and packed hashes.
+"""Fields that requests of several services share: component, request id, length of the prompt, and packed hashes.
 
 A packed buffer of hashes holds 8 bytes for each, little-endian. The contract declares hashes as ``repeated fixed64``,
 which any language can write; its packed encoding is that of a ``bytes`` field. So the encoding of a public message is
@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 from kvrouter.v1.common_pb2 import Component, LocalHashes, MultimodalHash
-from kvrouter.v1.errors import BadRequest
+from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.names import ComponentName, InvalidName
 from kvrouter.v1.packed_pb2 import PackedLocalHashes, PackedReassertBooking
 from kvrouter.v1.scheduler_pb2 import ReassertBooking
@@ -74,6 +74,23 @@ def check_request_id(request_id: str, max_bytes: int, field: str) -> None:
             advice="Send letters, digits and punctuation, such as a UUID.",
         )
     raise BadRequest(f"{field} is longer than {max_bytes} bytes", field=field, advice="Send a shorter id.")
+
+
+def longest_prompt(context_length: int, limit: int = 1 << 32) -> int:
+    """Returns the most tokens of a prompt, with room for one of output; ``context_length`` is 0 if unknown."""
+    return min(limit, context_length - 1) if context_length else limit
+
+
+def check_prompt_length(tokens: int, context_length: int, limit: int = 1 << 32) -> None:
+    """Checks the number of tokens of a prompt.
+
+    Raises:
+        PromptTooLong: it exceeds the operator's limit, or leaves no room for output in the model's context.
+    """
+    if tokens > limit:
+        raise PromptTooLong(tokens, limit)
+    if tokens > longest_prompt(context_length):
+        raise PromptTooLong.for_model(tokens, context_length)
 
 
 def pack_local_hashes(message: LocalHashes) -> bytes:

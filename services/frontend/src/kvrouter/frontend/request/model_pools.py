@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.requests import longest_prompt
 from kvrouter.v1.common_pb2 import Role, RoutingConstraints, Stage
 from kvrouter.v1.errors import BadRequest, NoWorkers, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
@@ -104,7 +105,7 @@ def fitting_pools(
 def context_length(tokens: int, views: Sequence[ComponentView]) -> int:
     """Returns the context length of the first pool a prompt of that many tokens fits; 0 if it is not known."""
     lengths = [view.descriptor.max_model_len for view in views if view.workers]
-    return next((length for length in lengths if not length or tokens < length), views[0].descriptor.max_model_len)
+    return next((each for each in lengths if tokens <= longest_prompt(each)), views[0].descriptor.max_model_len)
 
 
 def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:

@@ -11,7 +11,7 @@ from kvrouter.core import TokenBuffer, first_token_outside
 from kvrouter.engines.openai_server import is_openai_server
 from kvrouter.frontend.request.model_pools import structured_workers
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.requests import check_request_id
+from kvrouter.runtime.requests import check_prompt_length, check_request_id, longest_prompt
 from kvrouter.v1.common_pb2 import RoutingOverrides, RoutingRequest
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -49,7 +49,7 @@ def prompt_limit(views: Sequence[ComponentView], limits: Limits) -> Iterator[int
     lengths = [view.descriptor.max_model_len for view in views if view.workers] or [
         view.descriptor.max_model_len for view in views
     ]
-    limit = min(limits.max_prompt_tokens, max(lengths) - 1) if all(lengths) else limits.max_prompt_tokens
+    limit = longest_prompt(max(lengths) if all(lengths) else 0, limits.max_prompt_tokens)
     try:
         yield limit
     except PromptTooLong as error:
@@ -68,8 +68,6 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
     check_request_id(request.request_id, MAX_REQUEST_ID_BYTES, "request_id")
     if tokens == 0:
         raise BadRequest("the prompt is empty", field="token_ids", advice="Send at least one token id.")
-    if tokens > limits.max_prompt_tokens:
-        raise PromptTooLong(tokens, limits.max_prompt_tokens)
     if is_openai_server(next(iter(view.workers.values()), _NO_WORKER)):
         raise BadRequest(
             f"the workers of model {view.descriptor.model!r} have only an OpenAI API",
@@ -77,8 +75,7 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
             advice="Send the request to the Frontend's HTTP API.",
         )
     longest = view.descriptor.max_model_len
-    if longest and tokens >= longest:
-        raise PromptTooLong.for_model(tokens, longest)
+    check_prompt_length(tokens, longest, limits.max_prompt_tokens)
     _check_stop(request.stop_conditions, limits)
     max_tokens = request.stop_conditions.max_tokens
     if longest and tokens + max_tokens > longest:

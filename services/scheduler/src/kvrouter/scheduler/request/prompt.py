@@ -6,9 +6,9 @@ from array import array
 from typing import NamedTuple
 
 from kvrouter.core import Scope, local_hashes, sequence_hashes
-from kvrouter.runtime.requests import content_in_blocks, pack_local_hashes
+from kvrouter.runtime.requests import check_prompt_length, content_in_blocks, longest_prompt, pack_local_hashes
 from kvrouter.v1.common_pb2 import RoutingRequest
-from kvrouter.v1.errors import BadRequest, BlockSizeMismatch, PromptTooLong
+from kvrouter.v1.errors import BadRequest, BlockSizeMismatch
 
 HASH_BYTES = 8
 MAX_SEQUENCES = 1024
@@ -79,11 +79,11 @@ def read_prompt(
     if request.HasField("block_size") and request.block_size != block_size:
         raise BlockSizeMismatch(request.block_size, block_size)
     tokens = _count(request, block_size)
-    if not request.length_is_estimated:
-        if tokens > max_prompt_tokens:
-            raise PromptTooLong(tokens, max_prompt_tokens)
-        if max_model_len and tokens >= max_model_len:
-            raise PromptTooLong.for_model(tokens, max_model_len)
+    if request.length_is_estimated:
+        tokens = min(tokens, longest_prompt(max_model_len, max_prompt_tokens), largest_cache * block_size or tokens)
+        tokens = max(1, tokens)
+    else:
+        check_prompt_length(tokens, max_model_len, max_prompt_tokens)
     if request.WhichOneof("prompt") == "token_ids":
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
         multimodal = content_in_blocks(request.multimodal_hashes, block_size)
@@ -93,10 +93,7 @@ def read_prompt(
             raise BadRequest(f"the prompt cannot be hashed: {error}", field="token_ids") from None
     else:
         local = pack_local_hashes(request.local_hashes)
-    if request.length_is_estimated:
-        longest = min(max_prompt_tokens, max_model_len - 1) if max_model_len else max_prompt_tokens
-        tokens = max(1, min(tokens, longest, largest_cache * block_size or tokens))
-        local = local[: tokens // block_size * HASH_BYTES]
+    local = local[: tokens // block_size * HASH_BYTES]
     indexed_blocks = request.indexed_blocks if request.HasField("indexed_blocks") else None
     return Prompt(
         tokens, local, sequence_hashes(local), request.length_is_estimated, _sequences(request), indexed_blocks

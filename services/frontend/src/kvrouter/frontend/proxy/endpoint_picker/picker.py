@@ -27,8 +27,9 @@ from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
+from kvrouter.runtime.requests import check_prompt_length, longest_prompt
 from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage
-from kvrouter.v1.errors import KvRouterError, NoWorkers, PromptTooLong
+from kvrouter.v1.errors import KvRouterError, NoWorkers
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
 from msgspec.structs import replace
@@ -78,8 +79,7 @@ class _Offer(NamedTuple):
 
     def takes(self, body: RoutedBody) -> bool:
         """Returns whether the pool's workers take prompts of that length."""
-        longest = self.view.descriptor.max_model_len
-        return not (longest and not body.is_estimated and body.prompt_tokens >= longest)
+        return body.is_estimated or body.prompt_tokens <= longest_prompt(self.view.descriptor.max_model_len)
 
     def check(self, body: RoutedBody) -> None:
         """Checks that the pool can serve the request.
@@ -88,8 +88,8 @@ class _Offer(NamedTuple):
             PromptTooLong: the prompt is too long for its workers.
             NoWorkers: none of its workers has an OpenAI API the gateway allows.
         """
-        if not self.takes(body):
-            raise PromptTooLong.for_model(body.prompt_tokens, self.view.descriptor.max_model_len)
+        if not body.is_estimated:
+            check_prompt_length(body.prompt_tokens, self.view.descriptor.max_model_len)
         if not self.endpoints:
             allowed = ", or none that the gateway allows"
             raise NoWorkers(f"no worker of model {self.view.descriptor.model!r} has an OpenAI endpoint{allowed}")
