@@ -15,7 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from email.utils import formatdate
 from functools import lru_cache
+from typing import Any
 
+import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.base_protocol import BaseProtocol
@@ -26,10 +28,21 @@ from multidict import CIMultiDict
 STREAM_TYPE = "text/event-stream"
 _EVENT_HEADERS = {"Content-Type": STREAM_TYPE, "Cache-Control": "no-cache"}
 _END_OF_BODY = b"0\r\n\r\n"
-_FRAMING_BYTES = len(b"data: \n\n")
-"""Framing of an event's data."""
+_BEFORE_DATA, _AFTER_DATA = b"data: ", b"\n\n"
+_CHUNK_HEAD = b"%x\r\n" + _BEFORE_DATA
+_FRAMING_BYTES = len(_BEFORE_DATA + _AFTER_DATA)
 _MAX_DIGITS = 10
 """Digits of the largest number of 32 bits."""
+
+
+def event_of(data: bytes) -> bytes:
+    """Returns an event with this data, which must not contain a line break."""
+    return _BEFORE_DATA + data + _AFTER_DATA
+
+
+def named_event(name: str, fields: Mapping[str, Any]) -> bytes:
+    """Returns an event, whose data repeats its name as its type."""
+    return b"event: %b\n%b" % (name.encode(), event_of(msgspec.json.encode({"type": name, **fields})))
 
 
 def too_much_unread(unread_bytes: int) -> TooLarge:
@@ -136,7 +149,7 @@ class EventStream(web.StreamResponse):
         self._transport = request.transport
         self._is_new = request.version >= HttpVersion11
         self._chunked = self._is_new and not has_length
-        self._after = b"\n\n\r\n" if self._chunked else b"\n\n"
+        self._after = _AFTER_DATA + b"\r\n" if self._chunked else _AFTER_DATA
         """The bytes after the data of an event."""
         # Without chunks and length, the end of the connection is the end of the body.
         self._keeps_connection = request.keep_alive and (self._chunked or has_length)
@@ -202,7 +215,7 @@ class EventStream(web.StreamResponse):
 
     def _before(self, size: int) -> bytes:
         """Returns the bytes before an event's data of this size: each event is a chunk of its own."""
-        return b"%x\r\ndata: " % (size + _FRAMING_BYTES) if self._chunked else b"data: "
+        return _CHUNK_HEAD % (size + _FRAMING_BYTES) if self._chunked else _BEFORE_DATA
 
     def end(self, *, close: bool = False) -> None:
         """Ends the response; with ``close`` also the connection, once the client has read the rest."""

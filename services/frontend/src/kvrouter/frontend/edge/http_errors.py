@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from kvrouter.engines.fields import MESSAGES, RESPONSES
 from kvrouter.frontend.access.body_room import BodyTooLarge
+from kvrouter.frontend.edge.event_stream import event_of, named_event
 from kvrouter.frontend.edge.request_fields import REQUEST_ID_HEADER, request_id_of
 from kvrouter.v1.error_encoding import http_status
 from kvrouter.v1.errors import KvRouterError
@@ -51,11 +52,11 @@ def shaped_error(path: str, body: dict[str, Any], status: int, request_id: str) 
 def error_event(path: str, body: dict[str, Any]) -> bytes:
     """Returns an error as the last event of a stream of a path."""
     if path.startswith(MESSAGES):
-        return b"event: error\ndata: %b\n\n" % msgspec.json.encode(_anthropic_error(body))
+        return named_event("error", _anthropic_error(body))
     if path.startswith(RESPONSES):
         error = {name: body["error"].get(name) for name in ("code", "message", "param")}
-        return b"event: error\ndata: %b\n\n" % msgspec.json.encode({"type": "error", "sequence_number": 0} | error)
-    return b"data: %b\n\n" % msgspec.json.encode(body)
+        return named_event("error", {"sequence_number": 0} | error)
+    return event_of(msgspec.json.encode(body))
 
 
 def _anthropic_error(body: dict[str, Any], status: int = 0) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import msgspec
 from kvrouter.engines.fields import MESSAGES
 from kvrouter.frontend.edge.choice import WholeSink
-from kvrouter.frontend.edge.event_stream import EventStream
+from kvrouter.frontend.edge.event_stream import EventStream, named_event
 from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.http_errors import error_event
 from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
@@ -24,7 +24,7 @@ from kvrouter.frontend.edge.messages_chat import (
     chat_tools,
 )
 from kvrouter.frontend.edge.request_fields import check_defaults
-from kvrouter.frontend.edge.response_stream import NamedEvents, named_event
+from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.translated_request import (
     ROUTING_FIELDS,
     TranslatedRequest,

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import msgspec
-from kvrouter.frontend.edge.event_stream import EventStream, too_much_unread
+from kvrouter.frontend.edge.event_stream import EventStream, named_event, too_much_unread
 from kvrouter.frontend.edge.frame import Piece, ResponseFrame, migration_notice
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.v1.frontend_pb2 import RoutingInfo
@@ -172,8 +172,3 @@ class NamedEvents(ResponseStream, ABC):
     def _write_named(self, name: str, fields: dict[str, Any]) -> None:
         """Writes an event, whose data repeats its name as its type."""
         self._write(named_event(name, fields))
-
-
-def named_event(name: str, fields: dict[str, Any]) -> bytes:
-    """Returns an event, whose data repeats its name as its type."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Self
 import msgspec
 from kvrouter.engines.fields import RESPONSES
 from kvrouter.frontend.edge.choice import WholeSink
-from kvrouter.frontend.edge.event_stream import EventStream
+from kvrouter.frontend.edge.event_stream import EventStream, named_event
 from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
 from kvrouter.frontend.edge.request_fields import check_defaults
-from kvrouter.frontend.edge.response_stream import NamedEvents, named_event
+from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.responses_chat import (
     EngineResponsesFields,
     ResponsesFields,

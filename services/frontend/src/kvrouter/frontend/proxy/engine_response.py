@@ -14,6 +14,7 @@ import re
 
 import msgspec
 from kvrouter.engines.fields import TRANSFER_RESULTS, quotes_internal, shown_failure
+from kvrouter.frontend.edge.event_stream import event_of
 from kvrouter.v1.errors import DependencyAway
 
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n")
@@ -177,7 +178,7 @@ def _shown_event(event: bytes) -> bytes:
     if not quotes_internal(event):
         return event
     if _ERROR_EVENT.match(event):
-        return b"data: %b\n\n" % _replaced_error(500)
+        return event_of(_replaced_error(500))
     return _without_values(bytearray(event), ends=True)
 
 
