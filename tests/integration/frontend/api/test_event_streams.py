@@ -13,9 +13,9 @@ import pytest
 from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadLimits, RequestAdmission
 from kvrouter.frontend.http_api import HttpApi
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.request.conversation_ids import ConversationIds
 from kvrouter.frontend.request.progress import OutputReceiver
 from kvrouter.frontend.request.request_checks import Limits
-from kvrouter.frontend.request.session_keys import SessionKeys
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.text.client_work import ClientWork
@@ -43,7 +43,7 @@ class Engine:
     access = None
     choices = SimpleNamespace(rules={})
     metrics = FrontendMetrics(CollectorRegistry())
-    sessions = SessionKeys((), metrics.ignored_sessions)
+    conversations = ConversationIds((), metrics.ignored_sessions)
     admission = RequestAdmission(None, OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry()))
 
     def __init__(self) -> None:

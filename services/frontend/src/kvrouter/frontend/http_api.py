@@ -31,7 +31,7 @@ from kvrouter.frontend.edge.middlewares import (
 )
 from kvrouter.frontend.edge.model_name import NamedModel, renamed
 from kvrouter.frontend.edge.model_objects import model_objects, named_objects
-from kvrouter.frontend.edge.request_fields import checked_request_id, session_of, with_headers
+from kvrouter.frontend.edge.request_fields import checked_request_id, conversation_of, with_headers
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.text_request import TextRequest
@@ -91,7 +91,7 @@ class HttpApi:
             page: Routes of the web page; none if it is not served.
         """
         self._settings = frontend.runner.settings
-        self._sessions = frontend.runner.sessions
+        self._conversations = frontend.runner.conversations
         self._page = page
         self._engines = EngineConnections()
         self._session: aiohttp.ClientSession | None = None
@@ -156,8 +156,8 @@ class HttpApi:
             if not choices.rules:
                 return await handler(request, body)
             named = await self._named(request, body)
-            session = session_of(request, self._sessions, named.conversation_id, named.prompt_cache_key)
-            models = choices.of(named.model, session, request.headers)
+            conversation = conversation_of(request, self._conversations, named.conversation_id, named.prompt_cache_key)
+            models = choices.of(named.model, conversation, request.headers)
             if not models:
                 return await handler(request, body)
             return await choices.serve(models, lambda _: handler(request, body))
@@ -254,7 +254,9 @@ class HttpApi:
             return forwarded
         self._check_text(len(body))
         chat = await self._decoded(parse_chat, body)
-        return await self._run_text(request, chat._replace(fields=with_headers(chat.fields, request, self._sessions)))
+        return await self._run_text(
+            request, chat._replace(fields=with_headers(chat.fields, request, self._conversations))
+        )
 
     def _translating(self, kind: type[TranslatedRequest]) -> _BodyHandler:
         """Returns a handler running requests of another API as chats, as one response or as events."""
@@ -270,7 +272,7 @@ class HttpApi:
 
             translated, chat = await self._decoded(read, body)
             try:
-                chat = chat._replace(fields=with_headers(chat.fields, request, self._sessions))
+                chat = chat._replace(fields=with_headers(chat.fields, request, self._conversations))
                 return await self._run_text(request, chat, translated)
             except KvRouterError as error:
                 translated.rename(error)
@@ -325,7 +327,7 @@ class HttpApi:
 
     async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:
         parsed = await self._decoded(partial(self._parse, chosen=chosen_model("")), body)
-        return parsed.with_fields(with_headers(parsed.fields, request, self._sessions))
+        return parsed.with_fields(with_headers(parsed.fields, request, self._conversations))
 
     async def _decoded(self, parse: Callable[[_Body], _T], body: _Body) -> _T:
         """Parses a body, a long one in a thread. A parser releases the GIL between pieces of a long prompt."""
@@ -372,8 +374,8 @@ class HttpApi:
         if not pools or self._session is None:
             return None
         access, view = self._frontend.access, pools[0]
-        session = session_of(request, self._sessions, routed.conversation_id, routed.prompt_cache_key)
-        routed = routed.named(request.headers, session)
+        conversation = conversation_of(request, self._conversations, routed.conversation_id, routed.prompt_cache_key)
+        routed = routed.named(request.headers, conversation)
         sent: bytes | bytearray = body
         translated, path = None, request.path
         if api is not None and not serves_itself(access, api.path, pools):

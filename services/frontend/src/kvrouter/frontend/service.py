@@ -109,7 +109,7 @@ class FrontendService:
     ) -> AsyncGenerator[bytes, None]:
         """Does the same as ``generate`` and yields encoded responses, without encoding the worker's output again."""
         buffer = OutputBuffer()
-        request.conversation_id = self.runner.sessions.of({}, conversation_id=request.conversation_id)
+        request.conversation_id = self.runner.conversations.of({}, conversation_id=request.conversation_id)
         running = asyncio.create_task(self._generate(request, buffer, deadline))
         running.add_done_callback(lambda _: buffer.end())
         try:

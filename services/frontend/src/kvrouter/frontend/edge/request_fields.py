@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 from kvrouter.frontend.edge.json_body import check_uint64, invalid
 from kvrouter.frontend.edge.structured_output import GUIDED, read_structured_output
 from kvrouter.frontend.edge.token_list import TokenId
+from kvrouter.frontend.request.conversation_ids import ConversationIds
 from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.request.request_checks import MAX_REQUEST_ID_BYTES
-from kvrouter.frontend.request.session_keys import SessionKeys
 from kvrouter.runtime.requests import check_request_id
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -32,7 +32,7 @@ RANK_HEADER = "x-data-parallel-rank"
 
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = web.RequestKey("request_id", str)
-_SESSION = web.RequestKey("session", str)
+_CONVERSATION = web.RequestKey("conversation", str)
 
 MAX_SEQUENCES = 128
 """Maximum number of prompts times sequences of one request."""
@@ -238,8 +238,8 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return request
 
 
-def with_headers(fields: _F, request: web.BaseRequest, sessions: SessionKeys) -> _F:
-    """Returns the fields with what headers say: ``x-request-id``, ``x-data-parallel-rank`` as for vLLM, the session.
+def with_headers(fields: _F, request: web.BaseRequest, conversations: ConversationIds) -> _F:
+    """Returns fields with what headers say: ``x-request-id``, ``x-data-parallel-rank`` as for vLLM, the conversation.
 
     Fields of the body take precedence. Without an id the request gets a generated one. The model is that which was
     chosen for the client's name.
@@ -259,21 +259,21 @@ def with_headers(fields: _F, request: web.BaseRequest, sessions: SessionKeys) ->
     rank = requested_rank(request.headers)
     if rank is not None and fields.dp_rank is None:
         changes["dp_rank"] = rank
-    session = session_of(request, sessions, fields.conversation_id, fields.prompt_cache_key)
-    if session != (fields.conversation_id or ""):
-        changes["conversation_id"] = session
+    conversation = conversation_of(request, conversations, fields.conversation_id, fields.prompt_cache_key)
+    if conversation != (fields.conversation_id or ""):
+        changes["conversation_id"] = conversation
     return msgspec.structs.replace(fields, **changes) if changes else fields
 
 
-def session_of(
-    request: web.BaseRequest, sessions: SessionKeys, conversation_id: str | None, prompt_cache_key: str | None
+def conversation_of(
+    request: web.BaseRequest, conversations: ConversationIds, conversation_id: str | None, prompt_cache_key: str | None
 ) -> str:
-    """Returns the session of a request. It is looked up once, so that an invalid id is counted once."""
+    """Returns the conversation of a request. It is looked up once, so that an invalid id is counted once."""
     try:
-        return request[_SESSION]
+        return request[_CONVERSATION]
     except KeyError:
-        found = sessions.of(request.headers, conversation_id=conversation_id, prompt_cache_key=prompt_cache_key)
-        request[_SESSION] = found
+        found = conversations.of(request.headers, conversation_id=conversation_id, prompt_cache_key=prompt_cache_key)
+        request[_CONVERSATION] = found
         return found
 
 

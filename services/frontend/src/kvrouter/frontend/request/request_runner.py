@@ -15,6 +15,7 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES, with_content
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, migration_blocker
+from kvrouter.frontend.request.conversation_ids import ConversationIds
 from kvrouter.frontend.request.current_choice import has_fallback
 from kvrouter.frontend.request.gen_ai import TEXT_COMPLETION, GenAiMetrics
 from kvrouter.frontend.request.generation import Generation
@@ -23,7 +24,6 @@ from kvrouter.frontend.request.prefill_stage import Disaggregation, PrefillStage
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
 from kvrouter.frontend.request.request_checks import Limits, check_request, check_vocabulary
 from kvrouter.frontend.request.served_models import RequestPools, ServedModels
-from kvrouter.frontend.request.session_keys import SessionKeys
 from kvrouter.frontend.schedulers.link_pool import PoolChoice, SchedulerLinks
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.workers.client import WorkerClient, Workers
@@ -83,7 +83,7 @@ class RequestRunner:
         self.models = models
         self.links = links
         self.metrics = metrics
-        self.sessions = SessionKeys(settings.session_headers, metrics.ignored_sessions)
+        self.conversations = ConversationIds(settings.session_headers, metrics.ignored_sessions)
         self._recorder = recorder
         self.access = access
         self._disaggregation = disaggregation

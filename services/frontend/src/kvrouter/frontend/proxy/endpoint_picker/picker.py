@@ -112,7 +112,7 @@ class Picker:
         self._choices = choices
         self.addresses = EngineAddresses(directory)
         self.settings = runner.settings
-        self._sessions = runner.sessions
+        self._conversations = runner.conversations
         self.access = runner.access
         self.admission = runner.admission
         self._directory = directory
@@ -148,11 +148,11 @@ class Picker:
         routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json, api=api)
         if not routed.model:
             routed = replace(routed, model=self._only_model())
-        session = self._sessions.of(
+        conversation = self._conversations.of(
             headers, conversation_id=routed.conversation_id, prompt_cache_key=routed.prompt_cache_key
         )
-        routed = routed.named(headers, session)
-        choice = self._choices.first(routed.model, session, headers) if is_json else None
+        routed = routed.named(headers, conversation)
+        choice = self._choices.first(routed.model, conversation, headers) if is_json else None
         if choice is not None:
             if choice.model != choice.name:
                 body = await self._texts.work.run_body(partial(renamed, body, choice.model), size=len(body))

@@ -1,4 +1,4 @@
-"""The session of a request, which one id names on every path: its requests are one conversation."""
+"""The conversation of a request, which one id names on every path."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from kvrouter.runtime.requests import is_plain_text
 from prometheus_client import Counter
 
-MAX_SESSION_BYTES = 256
+_MAX_BYTES = 256
 
 
-class SessionKeys:
-    """Finds the session of each request."""
+class ConversationIds:
+    """Finds the conversation of each request."""
 
     def __init__(self, headers: Sequence[str], ignored: Counter) -> None:
         """Creates it.
 
         Args:
-            headers: Names of headers with the id of a session, in any case, those that count first.
+            headers: Names of headers with the id of a conversation, in any case, those that count first.
             ignored: Counts ids that are long or not plain text, by ``source``.
         """
         self._headers = tuple(name.lower() for name in headers)
@@ -26,7 +26,7 @@ class SessionKeys:
     def of(
         self, headers: Mapping[str, str], *, conversation_id: str | None = None, prompt_cache_key: str | None = None
     ) -> str:
-        """Returns the first valid id of a request: the conversation's, one in a header, or the key of its cache.
+        """Returns the first valid id of a request: the field, one in a header, or the key of its cache.
 
         Args:
             headers: Headers, by name in any or in lower case.
@@ -43,7 +43,7 @@ class SessionKeys:
         )
         for source, value in found:
             if value and (value := value.strip()):
-                if is_plain_text(value, MAX_SESSION_BYTES):
+                if is_plain_text(value, _MAX_BYTES):
                     return value
                 self._ignored.labels(source=source).inc()
         return ""
