@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from kvrouter.development.demo import DemoOptions, demo
+from kvrouter.devcommands.demo import DemoOptions, demo
 from kvrouter.devtools.replay.frontend_target import ReplayOptions
 from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.replay.sequential import sequential_replay

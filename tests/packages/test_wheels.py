@@ -26,7 +26,7 @@ LIBRARIES = (
     *("kvrouter-publisher", "kvrouter-engines", "kvrouter-client"),
 )
 """The last three require the first three."""
-DEVELOPMENT = frozenset({"kvrouter.development", "kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator"})
+DEVELOPMENT = frozenset({"kvrouter.devcommands", "kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator"})
 """Packages of kvrouter-devstack."""
 NEEDS_EXTRA = "needs an extra that is not installed: pip install 'kvrouter[devstack]'"
 

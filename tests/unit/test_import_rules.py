@@ -53,10 +53,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "kvrouter.devtools.traces",
     ),
 }
-DEVELOPMENT = ("kvrouter.development", "kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator")
+DEVELOPMENT = ("kvrouter.devcommands", "kvrouter.devtools", "kvrouter.mocker", "kvrouter.simulator")
 """Parts of the distribution kvrouter-devstack, which is not installed in production."""
 
-COMPOSING = frozenset({"cli", "development", "router"})
+COMPOSING = frozenset({"cli", "devcommands", "router"})
 """Parts whose job it is to put the others together."""
 
 FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -286,7 +286,7 @@ def test_only_commands_of_the_development_stack_import_it() -> None:
         for path in sources("cli")
         for name in kvrouter_imports(path.read_text(), module_name(path))
         if within(name, DEVELOPMENT)
-        if not (module_name(path) == chooses and within(name, ("kvrouter.development.commands",)))
+        if not (module_name(path) == chooses and within(name, ("kvrouter.devcommands.declarations",)))
     ]
     assert wrong == []
 

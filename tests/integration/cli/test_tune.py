@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvrouter.development.fleet_file import FleetSize, read_fleet
+from kvrouter.devcommands.fleet_file import FleetSize, read_fleet
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.net.etcd import connect
 from kvrouter.v1.common_pb2 import BusyThresholds, Role

@@ -12,7 +12,7 @@ import pytest
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
 from kvrouter.cli.main import main
-from kvrouter.development.up import choose_port
+from kvrouter.devcommands.up import choose_port
 from kvrouter.devtools.system.stack import StackOptions, service_environment
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvrouter.development.demo import DemoOptions, opening
+from kvrouter.devcommands.demo import DemoOptions, opening
 from kvrouter.devtools.replay.pacing import TimeScale
 from kvrouter.devtools.traces.reader import TraceRequest
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import typer
 from kvrouter.cli.extras import DEVELOPMENT_COMMANDS
-from kvrouter.development.commands import add_commands
+from kvrouter.devcommands.declarations import add_commands
 
 USES = [(), ("--help",), ("--wat", "file", "--load", "2")]
 OTHERS = ("serve", "explain", "top", "index", "component")

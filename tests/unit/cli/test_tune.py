@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.main import app, main
-from kvrouter.development.discovered_fleet import DiscoveredFleet, fleet_of
-from kvrouter.development.fleet_file import FleetSize, read_fleet
+from kvrouter.devcommands.discovered_fleet import DiscoveredFleet, fleet_of
+from kvrouter.devcommands.fleet_file import FleetSize, read_fleet
 from kvrouter.runtime.config.sources import read_all
 from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1.common_pb2 import Role

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvrouter.development.up import first_request
+from kvrouter.devcommands.up import first_request
 
 _ROOT = Path(__file__).parents[3]
 

@@ -17,7 +17,7 @@ def add_development_commands(app: typer.Typer) -> None:
     If it is not installed, each command is listed with the extra to install, and fails with ``MissingExtra``.
     """
     if find_spec("kvrouter.devtools") is not None:
-        from kvrouter.development.commands import add_commands
+        from kvrouter.devcommands.declarations import add_commands
 
         add_commands(app)
         return

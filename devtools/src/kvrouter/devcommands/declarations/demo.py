@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from kvrouter.cli.interrupts import run_interruptibly
-from kvrouter.development.commands.options import (
+from kvrouter.devcommands.declarations.options import (
     Blocks,
     BlockSize,
     Load,
@@ -47,7 +47,7 @@ def demo_command(
     verbose: Verbose = False,
 ) -> None:
     """Send a workload through a whole system, once for each routing mode, and compare the results."""
-    from kvrouter.development.demo import DemoOptions, demo
+    from kvrouter.devcommands.demo import DemoOptions, demo
     from rich.console import Console
 
     modes = check_modes(mode or list(DEFAULT_MODES))

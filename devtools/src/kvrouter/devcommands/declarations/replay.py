@@ -10,7 +10,7 @@ from kvrouter.cli.arguments import is_url, parse_address
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
 from kvrouter.cli.running import Run, chosen_system
-from kvrouter.development.commands.options import (
+from kvrouter.devcommands.declarations.options import (
     Load,
     OfModel,
     Requests,
@@ -68,7 +68,7 @@ def replay_command(
     verbose: Verbose = False,
 ) -> None:
     """Replay a trace against running systems, and compare them."""
-    from kvrouter.development.replay import ReplayCommand, replay_running
+    from kvrouter.devcommands.replay import ReplayCommand, replay_running
     from rich.console import Console
 
     system = chosen_system(run, addresses={"--target": target})

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.interrupts import Interrupted, run_interruptibly
-from kvrouter.development.commands.options import Blocks, BlockSize, Workers, check_modes, parse_time_scale
+from kvrouter.devcommands.declarations.options import Blocks, BlockSize, Workers, check_modes, parse_time_scale
 from kvrouter.devtools.system.ports import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT
 
 
@@ -43,8 +43,8 @@ def up_command(
     ] = False,
 ) -> None:
     """Start a whole system on loopback ports and keep it running until Ctrl-C; processes that die are restarted."""
-    from kvrouter.development.fleet_file import read_fleet
-    from kvrouter.development.up import UpOptions, choose_port, up
+    from kvrouter.devcommands.fleet_file import read_fleet
+    from kvrouter.devcommands.up import UpOptions, choose_port, up
     from rich.console import Console
 
     check_modes([mode])

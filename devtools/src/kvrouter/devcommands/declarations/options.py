@@ -45,7 +45,7 @@ def read_requests(trace: str | None, limit: int | None, of_model: str | None = N
         WrongUsage: a generated workload is to be selected from.
         TraceError: the file is unreadable or not a trace.
     """
-    from kvrouter.development.simulate import generated
+    from kvrouter.devcommands.simulate import generated
     from kvrouter.devtools.traces.reader import read_shipped_trace, read_trace
     from kvrouter.simulator.workloads.traces import replayable
 

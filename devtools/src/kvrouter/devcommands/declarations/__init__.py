@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import typer
 from kvrouter.cli.errors import CommandFailed, WrongUsage
-from kvrouter.development.commands.certs import certs_command
-from kvrouter.development.commands.demo import demo_command
-from kvrouter.development.commands.replay import replay_command
-from kvrouter.development.commands.simulate import simulate_command
-from kvrouter.development.commands.tune import tune_command
-from kvrouter.development.commands.up import up_command
+from kvrouter.devcommands.declarations.certs import certs_command
+from kvrouter.devcommands.declarations.demo import demo_command
+from kvrouter.devcommands.declarations.replay import replay_command
+from kvrouter.devcommands.declarations.simulate import simulate_command
+from kvrouter.devcommands.declarations.tune import tune_command
+from kvrouter.devcommands.declarations.up import up_command
 
 
 def add_commands(app: typer.Typer) -> None:

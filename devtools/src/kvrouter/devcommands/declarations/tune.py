@@ -11,7 +11,7 @@ import typer
 from kvrouter.cli.component import Etcd
 from kvrouter.cli.errors import WrongUsage
 from kvrouter.cli.interrupts import run_interruptibly
-from kvrouter.development.commands.options import (
+from kvrouter.devcommands.declarations.options import (
     BatchedTokens,
     Blocks,
     BlockSize,
@@ -22,7 +22,7 @@ from kvrouter.development.commands.options import (
     SloItlMs,
     SloTtftMs,
 )
-from kvrouter.development.commands.pools import Decode, Prefill
+from kvrouter.devcommands.declarations.pools import Decode, Prefill
 
 DEFAULT_SECONDS = 110.0
 _WIDTH = 160
@@ -65,10 +65,10 @@ def tune_command(
     slo_itl_ms: SloItlMs = 50,
 ) -> None:
     """Find the routing mode, its weight, busy thresholds and the ratio of prefill to decode workers, by simulation."""
-    from kvrouter.development.discovered_fleet import discover_fleet
-    from kvrouter.development.fleet_file import read_fleet
-    from kvrouter.development.simulate import time_model_of, workload_of
-    from kvrouter.development.tune import gain, present_options, show
+    from kvrouter.devcommands.discovered_fleet import discover_fleet
+    from kvrouter.devcommands.fleet_file import read_fleet
+    from kvrouter.devcommands.simulate import time_model_of, workload_of
+    from kvrouter.devcommands.tune import gain, present_options, show
     from kvrouter.mocker.engine.config import EngineConfig
     from kvrouter.runtime.config.fields import can_be_written
     from kvrouter.scheduler.request.options import Thresholds

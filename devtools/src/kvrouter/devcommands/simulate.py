@@ -9,7 +9,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 from kvrouter.cli.errors import WrongUsage
-from kvrouter.development.commands.simulate import DEFAULT_GENERATED
+from kvrouter.devcommands.declarations.simulate import DEFAULT_GENERATED
 from kvrouter.mocker.engine.config import TierConfig
 from kvrouter.mocker.engine.implementation import IMPLEMENTATION
 from kvrouter.mocker.engine.time_model import TimeModel

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from kvrouter.cli.errors import WrongUsage
-from kvrouter.development.commands.options import (
+from kvrouter.devcommands.declarations.options import (
     BatchedTokens,
     Blocks,
     BlockSize,
@@ -18,7 +18,7 @@ from kvrouter.development.commands.options import (
     SloItlMs,
     SloTtftMs,
 )
-from kvrouter.development.commands.pools import (
+from kvrouter.devcommands.declarations.pools import (
     Bandwidth,
     Decode,
     Latency,
@@ -142,7 +142,7 @@ def simulate_command(
     save: Annotated[Path | None, typer.Option(help="File to write the workload to, without running it.")] = None,
 ) -> None:
     """Run a workload against simulated engines, with any routing policy, in virtual time."""
-    from kvrouter.development import simulate
+    from kvrouter.devcommands import simulate
     from kvrouter.mocker.engine.config import EngineConfig
     from kvrouter.runtime.config.fields import can_be_written
     from kvrouter.runtime.kv_transfer import KvTransfer
