@@ -90,7 +90,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "contracts": ("deadline",),
         "config": ("version",),
         "http_server": ("bounds", "http_connections"),
-        "telemetry": ("bounds", "http_connections", "http_server", "version"),
+        "telemetry": ("bounds", "config", "http_connections", "http_server", "version"),
         "tracing": ("config", "version"),
         "rpc": ("deadline", "telemetry", "tracing"),
         "discovery": ("config", "contracts", "deadline", "rpc"),

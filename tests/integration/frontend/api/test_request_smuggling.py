@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 
+from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.telemetry.health import HealthBoard
 from kvrouter.runtime.telemetry.metrics import new_registry, serving_ops
 
@@ -132,7 +133,8 @@ async def test_unusual_requests_that_are_clear_end_where_a_proxy_sees_their_end(
 async def test_the_port_of_metrics_and_probes_refuses_ambiguous_requests_too() -> None:
     """The only HTTP port of Scheduler, Indexer, relay, sidecar and mock engines."""
     hidden = SMUGGLED.replace(b"/v1/models", b"/metrics")
-    async with serving_ops("127.0.0.1:0", new_registry(), HealthBoard(), header_seconds=1) as address:
+    settings = ServiceSettings(http_bind="127.0.0.1:0", http_header_seconds=1)
+    async with serving_ops(settings, new_registry(), HealthBoard(), None) as address:
         found = {name: await statuses(address, sent + hidden) for name, sent in AMBIGUOUS.items()}
         # A path that is not there is answered before the body is read; nothing behind it is, until time is over.
         assert {name: codes for name, codes in found.items() if codes not in ([], [400], [404], [404, 408])} == {}

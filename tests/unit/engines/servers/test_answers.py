@@ -67,7 +67,7 @@ def tokens(outputs: list[GenerateOutput]) -> list[list[int]]:
 
 def test_a_completion() -> None:
     usage = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}}
-    outputs = read(CompletionReader(), chunk(1), chunk(2, 3), chunk(4, finish_reason="length"), usage, b"[DONE]")
+    outputs = read(CompletionReader(), chunk(1), chunk(2, 3), chunk(4, finish_reason="length"), usage)
     assert tokens(outputs) == [[1], [2, 3], [4]]
     assert outputs[-1].finish_reason == FinishReason.FINISH_REASON_LENGTH
     assert outputs[-1].cached_tokens == 0
@@ -97,7 +97,7 @@ def test_cached_tokens_that_vllm_does_not_report_are_unknown(usage: dict[str, An
     ],
 )
 def test_cumulative_and_incremental_token_ids(events: list[Any]) -> None:
-    outputs = read(GenerateReader(), *events, b"[DONE]")
+    outputs = read(GenerateReader(), *events)
     assert tokens(outputs) == [[1], [2, 3], [4]]
     assert outputs[-1].finish_reason == FinishReason.FINISH_REASON_LENGTH
 

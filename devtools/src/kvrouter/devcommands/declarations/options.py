@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from kvrouter.devtools.replay.pacing import TimeScale
     from kvrouter.devtools.traces.reader import TraceRequest
 
+Trace = Annotated[
+    str | None,
+    typer.Argument(
+        help="Mooncake trace, recording, or workload (prompts, chat, documents, agents, bursts); "
+        "the shipped trace by default."
+    ),
+]
 Load = Annotated[float, typer.Option(help="Arrival rate relative to the trace.")]
 Requests = Annotated[
     int | None, typer.Option(min=1, help="Number of requests to replay from the start of the trace; all by default.")

@@ -14,6 +14,7 @@ from kvrouter.devcommands.declarations.options import (
     Load,
     OfModel,
     Requests,
+    Trace,
     Verbose,
     check_modes,
     parse_time_scale,
@@ -23,13 +24,7 @@ from kvrouter.devtools.system.ports import DEFAULT_GRPC_PORT
 
 
 def replay_command(
-    trace: Annotated[
-        str | None,
-        typer.Argument(
-            help="Mooncake trace, recording, or workload (prompts, chat, documents, agents, bursts); "
-            "the shipped trace by default."
-        ),
-    ] = None,
+    trace: Trace = None,
     target: Annotated[
         list[str] | None,
         typer.Option(

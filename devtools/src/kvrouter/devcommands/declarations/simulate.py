@@ -17,6 +17,7 @@ from kvrouter.devcommands.declarations.options import (
     Sequences,
     SloItlMs,
     SloTtftMs,
+    Trace,
 )
 from kvrouter.devcommands.declarations.pools import (
     Bandwidth,
@@ -38,13 +39,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 def simulate_command(
-    trace: Annotated[
-        str | None,
-        typer.Argument(
-            help="Mooncake trace, recording, or workload (prompts, chat, documents, agents, bursts); "
-            "the shipped trace by default."
-        ),
-    ] = None,
+    trace: Trace = None,
     workers: Annotated[int, typer.Option(min=1, help="Number of simulated engines.")] = DEFAULT_WORKERS,
     prefill: Prefill = None,
     decode: Decode = None,

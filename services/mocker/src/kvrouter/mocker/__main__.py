@@ -42,13 +42,7 @@ def main() -> None:
         health.announce([service])
         async with (
             tracing(settings, registry),
-            serving_ops(
-                settings.http_bind,
-                registry,
-                health,
-                header_seconds=settings.http_header_seconds,
-                tls=Tls.of(settings.tls_options()),
-            ),
+            serving_ops(settings, registry, health, Tls.of(settings.tls_options())),
             AsyncExitStack() as stack,
         ):
             if settings.openai:

@@ -47,13 +47,7 @@ def main(options: Sequence[str] | None = None) -> None:
         registry, health = new_registry(), HealthBoard()
         health.announce([_READY])
         async with (
-            serving_ops(
-                settings.http_bind,
-                registry,
-                health,
-                header_seconds=settings.http_header_seconds,
-                tls=Tls.of(settings.tls_options()),
-            ),
+            serving_ops(settings, registry, health, Tls.of(settings.tls_options())),
             running(settings, registry) as worker,
         ):
             ready.set()

@@ -31,13 +31,7 @@ def main(options: Sequence[str] | None = None) -> None:
         registry, health = new_registry(), HealthBoard()
         async with (
             tracing(settings, registry),
-            serving_ops(
-                settings.http_bind,
-                registry,
-                health,
-                header_seconds=settings.http_header_seconds,
-                tls=Tls.of(settings.tls_options()),
-            ),
+            serving_ops(settings, registry, health, Tls.of(settings.tls_options())),
             running(settings, registry, health),
         ):
             await stopping.wait()

@@ -14,6 +14,7 @@ from kvrouter.engines.servers.api import EngineApi, EngineCall
 from kvrouter.engines.servers.description import EngineDescription
 from kvrouter.engines.servers.failures import EngineFailed, refusal_of_status
 from kvrouter.engines.servers.http import (
+    END,
     EngineAway,
     EngineHttp,
     EventStream,
@@ -123,7 +124,7 @@ class ServedEngine:
                 try:
                     async with aclosing(_events(response)) as events:
                         async for data in events:
-                            for output in call.outputs.read(data):
+                            for output in call.outputs.end() if data == END else call.outputs.read(data):
                                 yield output
                 except (aiohttp.ClientError, OSError) as error:
                     broken = error

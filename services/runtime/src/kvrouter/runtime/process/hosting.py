@@ -86,13 +86,7 @@ async def host(
         server.add_service(service.descriptor, service.implementation, limits=service.limits, guard=service.guard)
     for descriptor, implementation in internal:
         server.add_service(descriptor, implementation)
-    async with serving_ops(
-        settings.http_bind,
-        runtime.registry,
-        server.health,
-        header_seconds=settings.http_header_seconds,
-        tls=runtime.tls,
-    ) as ops_address:
+    async with serving_ops(settings, runtime.registry, server.health, runtime.tls) as ops_address:
         await server.start()
         for descriptor, _ in internal:
             server.health.set_ready(descriptor.full_name)

@@ -18,6 +18,7 @@ from kvrouter.net.budgets import TokenBucket
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.rpc.peer_conduct import EvictableCalls
 from kvrouter.net.tls import Tls
+from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.http_connections import nobody
 from kvrouter.runtime.http_server import HttpLimits, serving_http, share_of_descriptors
 from kvrouter.runtime.telemetry.connection_metrics import TlsMetrics
@@ -81,15 +82,14 @@ def ops_application(registry: CollectorRegistry, health: HealthBoard) -> web.App
 
 @asynccontextmanager
 async def serving_ops(
-    bind: str, registry: CollectorRegistry, health: HealthBoard, *, header_seconds: float, tls: Tls | None = None
+    settings: ServiceSettings, registry: CollectorRegistry, health: HealthBoard, tls: Tls | None
 ) -> AsyncIterator[str]:
-    """Serves the ops endpoints while the context lasts; yields their address, host:port, or "" if ``bind`` is empty.
+    """Serves the ops endpoints while the context lasts; yields their address, host:port, or "" if there is none.
 
     Args:
-        bind: Address to listen on.
+        settings: Have the address to listen on.
         registry: Metrics to expose; the server's own are added.
         health: Readiness of the services.
-        header_seconds: Maximum time for the headers of a request.
         tls: Encrypts connections; None for plain text.
 
     Raises:
@@ -98,7 +98,7 @@ async def serving_ops(
     TlsMetrics(registry, tls)
     event_loop = asyncio.create_task(EventLoopMetrics(registry).run(), name="event-loop-metrics")
     try:
-        async with _serving(bind, registry, health, header_seconds=header_seconds, tls=tls) as bound:
+        async with _serving(settings, registry, health, tls) as bound:
             yield bound
     finally:
         event_loop.cancel()
@@ -106,13 +106,13 @@ async def serving_ops(
 
 @asynccontextmanager
 async def _serving(
-    bind: str, registry: CollectorRegistry, health: HealthBoard, *, header_seconds: float, tls: Tls | None
+    settings: ServiceSettings, registry: CollectorRegistry, health: HealthBoard, tls: Tls | None
 ) -> AsyncIterator[str]:
-    if not bind:
+    if not settings.http_bind:
         yield ""
         return
-    host, _, port = bind.rpartition(":")
-    limits = HttpLimits(min(_MAX_CONNECTIONS, share_of_descriptors(1 / 8)), header_seconds)
+    host, _, port = settings.http_bind.rpartition(":")
+    limits = HttpLimits(min(_MAX_CONNECTIONS, share_of_descriptors(1 / 8)), settings.http_header_seconds)
     application = ops_application(registry, health)
     address = (host.strip("[]") or None, int(port))
     async with serving_http(

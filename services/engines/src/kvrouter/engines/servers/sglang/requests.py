@@ -12,7 +12,7 @@ from kvrouter.engines.fields import SGLANG_TRANSFER, engine_salt
 from kvrouter.engines.servers.api import EngineCall, TokenId, finish_reason
 from kvrouter.engines.servers.description import EngineDescription
 from kvrouter.engines.servers.failures import Answer, EngineFailed, read_answer, refusal_of_code
-from kvrouter.engines.servers.http import END, as_json
+from kvrouter.engines.servers.http import as_json
 from kvrouter.engines.servers.json_options import (
     engine_options,
     json_schema,
@@ -134,9 +134,6 @@ class GenerateReader:
         Raises:
             RequestRefused: it reports an error, or is malformed.
         """
-        if data == END:
-            yield from self.end()
-            return
         answer = read_answer(_decode, data)
         if self._ended:
             raise EngineFailed("the engine sent output after the end of the request")

@@ -10,7 +10,7 @@ from kvrouter.engines.fields import START_OF_VLLM_TRANSFER, VLLM_TRANSFER, engin
 from kvrouter.engines.servers.api import EngineCall, TokenId, finish_reason
 from kvrouter.engines.servers.description import EngineDescription
 from kvrouter.engines.servers.failures import Answer, EngineFailed, is_given, read_answer
-from kvrouter.engines.servers.http import END, as_json
+from kvrouter.engines.servers.http import as_json
 from kvrouter.engines.servers.json_options import (
     engine_options,
     json_schema,
@@ -138,9 +138,6 @@ class CompletionReader:
         Raises:
             RequestRefused: it reports an error, or is malformed.
         """
-        if data == END:
-            yield from self.end()
-            return
         answer = read_answer(_decode, data)
         if answer.usage is not None and answer.usage.prompt_tokens_details is not None:
             self._cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
