@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from kvrouter.frontend.request.prefill_attempt import draw_room, runs_concurrently
+from kvrouter.frontend.request.prefill_attempt import draw_room
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.registry_pb2 import RankRegistration, WorkerRegistration
 
@@ -37,9 +37,3 @@ def test_the_room_leads_to_the_booked_rank(dp_rank: int) -> None:
 def test_host_and_port_are_those_that_the_worker_registered(endpoint: str, host: str) -> None:
     found = drawn(endpoint)
     assert (found["bootstrap_host"], found["bootstrap_port"]) == (host, 8998)
-
-
-def test_a_worker_without_an_endpoint_runs_before_its_decode_worker() -> None:
-    assert not runs_concurrently(None)
-    assert not runs_concurrently(WorkerRegistration())
-    assert runs_concurrently(WorkerRegistration(bootstrap_endpoint="a:1"))

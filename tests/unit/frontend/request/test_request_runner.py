@@ -12,9 +12,12 @@ from kvrouter.frontend.access.quotas import LimitTable, Quotas
 from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadLimits, RequestAdmission
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.request.gen_ai import GenAiMetrics
+from kvrouter.frontend.request.prefill_stage import Disaggregation
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.frontend.workers.poison_prompts import PoisonPrompts
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError, Overloaded, PromptTooLong, RateLimited
@@ -58,13 +61,18 @@ async def run(
     directory: Any = SimpleNamespace(components=pools)
     unused: Any = SimpleNamespace(health=SimpleNamespace(avoided=lambda _: ()))
     texts: Any = SimpleNamespace(vocabulary_size=lambda _: 0)
+    registry = CollectorRegistry()
+    metrics = FrontendMetrics(registry)
     runner = RequestRunner(
         ServedModels(directory, texts, access),
         schedulers,
         unused,
-        FrontendMetrics(CollectorRegistry()),
+        metrics,
         FrontendSettings(max_prompt_tokens=1000, max_output_tokens=1000, max_attempts=1, migration_limit=0),
         access=access,
+        disaggregation=Disaggregation(directory, schedulers, metrics),
+        poison_prompts=PoisonPrompts(0),
+        gen_ai=GenAiMetrics(registry),
         admission=RequestAdmission(access, bounds or OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry())),
     )
     request = FrontendServiceGenerateRequest(model="m", stop_conditions=StopConditions(max_tokens=max_tokens))

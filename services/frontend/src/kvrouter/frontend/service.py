@@ -382,8 +382,8 @@ class FrontendService:
                 "SchedulerCall",
             )
 
-    def _view(self, model: str, stage: Stage = Stage.STAGE_WHOLE) -> ComponentView:
-        return pools_of_model(model, self._directory.components, stage)[0]
+    def _view(self, model: str) -> ComponentView:
+        return pools_of_model(model, self._directory.components)[0]
 
     async def _resolve_pool(self, request: RoutingRequest, stage: Stage, deadline: Deadline) -> ComponentName:
         """Does the same as ``_resolve``, but of several components of the model takes the one where it costs least."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from kvrouter.frontend.edge.frame import Piece
-from kvrouter.frontend.proxy.engine_response import Usage, data_of
+from kvrouter.frontend.proxy.engine_response import MALFORMED, Usage, data_of
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.v1.errors import DependencyAway
 
@@ -52,7 +52,6 @@ class Answer(msgspec.Struct):
 
 
 _ANSWER = msgspec.json.Decoder(Answer, strict=False)
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_answer(data: bytes) -> Answer:
@@ -63,7 +62,7 @@ def read_answer(data: bytes) -> Answer:
     """
     try:
         return _ANSWER.decode(data)
-    except _MALFORMED:
+    except MALFORMED:
         raise DependencyAway("its OpenAI API answers a chat with something else") from None
 
 
@@ -127,7 +126,7 @@ class ChunkPattern:
         text = event[len(self._before) : -len(self._after)]
         try:
             is_growth = _TEXT.decode(text) != ""
-        except _MALFORMED:
+        except MALFORMED:
             return b""
         self._unused = 0
         return text if is_growth else b""

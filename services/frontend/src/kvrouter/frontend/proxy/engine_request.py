@@ -20,6 +20,7 @@ from kvrouter.engines.routes import serves
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_engine_request
 from kvrouter.frontend.edge.token_list import encode_token_ids
+from kvrouter.frontend.proxy.engine_response import MALFORMED
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.net import trace_context
@@ -30,7 +31,6 @@ from msgspec.structs import replace
 _SEVERAL = re.compile(rb'\[\s*["\[]')
 _ONE_TOKEN = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _OF_OUTPUT = ("stream_options", "min_tokens", "min_completion_tokens")
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Shape(msgspec.Struct):
@@ -54,7 +54,7 @@ def can_share(body: bytes) -> bool:
     """Returns whether a prefill and a decode engine can share it: one prompt, one sequence, no transfer of its own."""
     try:
         shape = _SHAPE.decode(body)
-    except _MALFORMED:
+    except MALFORMED:
         return False
     if max(shape.n or 1, shape.best_of or 1) > 1 or _SEVERAL.match(bytes(shape.prompt)):
         return False
@@ -90,7 +90,7 @@ def transfer_params(response: bytes | bytearray) -> TransferParams | None:
     """Returns the parameters for the decode engine in a response of the prefill engine; None if there are none."""
     try:
         payload = bytes(_RESPONSE.decode(response).kv_transfer_params)
-    except _MALFORMED:
+    except MALFORMED:
         return None
     return TransferParams(format=VLLM_TRANSFER, payload=payload) if payload not in (b"", b"null") else None
 

@@ -67,7 +67,7 @@ _MAX_BODY_BYTES = 16 << 20
 """Maximum size of a whole response read for its usage."""
 _END_BYTES = 64 << 10
 """End of a stream read for its usage."""
-_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Details(msgspec.Struct):
@@ -120,7 +120,7 @@ def _usage_of(body: bytes | bytearray) -> Usage | None:
     try:
         read = _BODY.decode(body)
         return read.usage if read.response is None else read.response.usage
-    except _MALFORMED:
+    except MALFORMED:
         return None
 
 

@@ -16,7 +16,7 @@ from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.translated_request import TranslatedRequest
 from kvrouter.frontend.proxy.engine_chat import ChunkPattern, piece_of, read_answer
-from kvrouter.frontend.proxy.engine_response import EventReader, Usage, data_of
+from kvrouter.frontend.proxy.engine_response import MALFORMED, EventReader, Usage, data_of
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
@@ -240,7 +240,7 @@ class TranslatedResponse(ForwardedResponse):
         """Returns the engine's error in the form of the client's API."""
         try:
             error = msgspec.json.decode(body, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except MALFORMED:
             error = {}
         if not isinstance(error.get("error"), dict):
             error = {"error": {"message": f"the engine answers {status}", "type": "invalid_request_error"}}

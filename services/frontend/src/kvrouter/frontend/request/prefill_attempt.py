@@ -32,9 +32,6 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import TransferParams
 from tenacity import AsyncRetrying, retry_if_result, stop_after_delay, wait_random_exponential
 
-# Reading it from the enum takes over a microsecond.
-_DECODE_ROLE = Role.ROLE_DECODE
-
 
 class PrefillPools(NamedTuple):
     """The prefill pools that can compute prompts for a decode pool."""
@@ -43,11 +40,6 @@ class PrefillPools(NamedTuple):
     """The pools with live workers, in order of name."""
     why_none: str = ""
     """Why there is none, in English; empty if there is one."""
-
-
-def is_disaggregated(view: ComponentView) -> bool:
-    """Returns whether the prompts of a component's requests can be computed by prefill workers."""
-    return view.descriptor.role == _DECODE_ROLE
 
 
 def prefill_pools(
@@ -81,11 +73,6 @@ def prefill_pools(
 
 
 _ROOM_BITS = 62
-
-
-def runs_concurrently(worker: WorkerRegistration | None) -> bool:
-    """Returns whether decode workers meet a prefill worker while it computes the prompt."""
-    return worker is not None and bool(worker.bootstrap_endpoint)
 
 
 def draw_room(worker: WorkerRegistration, rank: Rank) -> TransferParams:

@@ -19,9 +19,7 @@ from kvrouter.frontend.request.prefill_attempt import (
     PrefillLost,
     PrefillPools,
     draw_room,
-    is_disaggregated,
     prefill_pools,
-    runs_concurrently,
 )
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.link_pool import PoolChoice, SchedulerLinks
@@ -31,12 +29,15 @@ from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.tracing import Kind, span
-from kvrouter.v1.common_pb2 import BookingKey, Rank, RoutingRequest, Stage
+from kvrouter.v1.common_pb2 import BookingKey, Rank, Role, RoutingRequest, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NotFound, NoWorkers, UnknownModel
 from kvrouter.v1.texts import rank_text
 from kvrouter.v1.worker_pb2 import StopConditions, TransferParams, WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
+
+# Reading it from the enum takes over a microsecond.
+_DECODE_ROLE = Role.ROLE_DECODE
 
 MAX_FAILURES = 2
 """Prefill workers that may fail a request before its decode worker computes the prompt."""
@@ -57,7 +58,7 @@ class Disaggregation:
 
     def stage(self, view: ComponentView, workers: Workers, deaths: RequestDeaths) -> PrefillStage | None:
         """Returns the prefill stage of a request; None if its component is not disaggregated."""
-        return PrefillStage(self, view, workers, deaths) if is_disaggregated(view) else None
+        return PrefillStage(self, view, workers, deaths) if view.descriptor.role == _DECODE_ROLE else None
 
 
 class PrefillStage:
@@ -234,7 +235,8 @@ class PrefillStage:
         if worker is None:
             latest = self._shared.directory.components.get(view.name)
             worker = None if latest is None else latest.workers.get(worker_id)
-        params = draw_room(worker, selection.rank) if worker is not None and runs_concurrently(worker) else None
+        # A worker with such an endpoint meets decode workers while it computes the prompt.
+        params = draw_room(worker, selection.rank) if worker is not None and worker.bootstrap_endpoint else None
         self._shared.abandoned.forget(selection.endpoint, request.request_id)
         self._running = running = PrefillAttempt(booking, selection.endpoint, link, params, self._deaths)
         try:

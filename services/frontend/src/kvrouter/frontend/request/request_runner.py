@@ -20,7 +20,7 @@ from kvrouter.frontend.request.current_choice import has_fallback
 from kvrouter.frontend.request.gen_ai import TEXT_COMPLETION, GenAiMetrics
 from kvrouter.frontend.request.generation import Generation
 from kvrouter.frontend.request.model_pools import fitting_pools
-from kvrouter.frontend.request.prefill_stage import Disaggregation, PrefillStage
+from kvrouter.frontend.request.prefill_stage import Disaggregation
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
 from kvrouter.frontend.request.request_checks import Limits, check_request, check_vocabulary
 from kvrouter.frontend.request.served_models import RequestPools, ServedModels
@@ -29,7 +29,6 @@ from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.workers.client import WorkerClient, Workers
 from kvrouter.frontend.workers.poison_prompts import PoisonPrompts, RequestDeaths
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
@@ -61,14 +60,14 @@ class RequestRunner:
         settings: FrontendSettings,
         *,
         admission: RequestAdmission,
+        disaggregation: Disaggregation,
+        poison_prompts: PoisonPrompts,
+        gen_ai: GenAiMetrics,
         recorder: Recorder | None = None,
         popular_prefixes: PopularPrefixes | None = None,
         access: Access | None = None,
-        disaggregation: Disaggregation | None = None,
-        poison_prompts: PoisonPrompts | None = None,
-        gen_ai: GenAiMetrics | None = None,
     ) -> None:
-        self.poison_prompts = PoisonPrompts(0) if poison_prompts is None else poison_prompts
+        self.poison_prompts = poison_prompts
         """The prompts that saw deaths of workers."""
         self.settings = settings
         self.limits = Limits(settings.max_prompt_tokens, settings.max_output_tokens)
@@ -165,7 +164,7 @@ class RequestRunner:
                 self.metrics,
                 self._budget(request, through),
                 deaths,
-                self._prefill_stage(view, through or self.workers, deaths),
+                self._disaggregation.stage(view, through or self.workers, deaths),
                 pools,
                 0.0 if has_fallback() else self.settings.pool_restart_seconds,
                 is_estimated=is_estimated,
@@ -189,7 +188,7 @@ class RequestRunner:
                     prompt_tokens=through.counted_prompt_tokens if through is not None and is_estimated else None,
                 )
             self.metrics.ended(known_model, code).inc()
-            if self._gen_ai is not None and known_model:
+            if known_model:
                 failure = "" if code == "OK" else code
                 gen_ai = self._gen_ai.of(operation, known_model)
                 gen_ai.ended(failure, (time.perf_counter_ns() - began_ns) / 1e9)
@@ -223,9 +222,6 @@ class RequestRunner:
             migration_blocker=migration_blocker(request.sampling_options) if through is None else _FORWARDED,
         )
 
-    def _prefill_stage(self, view: ComponentView, workers: Workers, deaths: RequestDeaths) -> PrefillStage | None:
-        return None if self._disaggregation is None else self._disaggregation.stage(view, workers, deaths)
-
     def _pools_of(
         self,
         request: FrontendServiceGenerateRequest,
@@ -248,7 +244,7 @@ class RequestRunner:
             lambda: fitting_pools(request, tokens, self.models.pools(model, forwarding=through is not None)),
             self.pool_choice,
             self.workers.health,
-            lambda view: self._prefill_stage(view, through or self.workers, deaths),
+            lambda view: self._disaggregation.stage(view, through or self.workers, deaths),
             is_estimated=through is not None and through.is_estimated,
         )
 

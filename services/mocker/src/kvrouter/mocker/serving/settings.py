@@ -49,11 +49,6 @@ class EngineServerSettings(ServiceSettings):
         _ = self.kv_events
         return self
 
-    @property
-    def serves_engine_api(self) -> bool:
-        """Whether the mocker is an HTTP server of an engine instead of a worker."""
-        return self.openai or self.sglang
-
     @cached_property
     def kv_events(self) -> KvEventsConfig | None:
         """Sockets of the KV events; None for none.

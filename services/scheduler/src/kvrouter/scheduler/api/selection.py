@@ -18,6 +18,7 @@ from kvrouter.scheduler.policies.interface import Wait
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.router import Router, selection_response
+from kvrouter.scheduler.routing.snapshot import snapshot
 from kvrouter.scheduler.workers.candidates import check_pinned
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import PotentialLoad
@@ -127,7 +128,7 @@ class Selector:
         context = self.reader.read_request(request.request, needs_worker=False)
         check_pinned(context.pool.candidates, context.constraints, context.pool.name)
         overlaps = await self.router.overlaps(context, deadline, needed=context.options.overlap_score_weight > 0)
-        candidates = self.router.snapshot(context, overlaps)
+        candidates = snapshot(context, overlaps, now=self.router.clock())
         loads = candidates.loads
         return pb.GetPotentialLoadsResponse(
             loads=[

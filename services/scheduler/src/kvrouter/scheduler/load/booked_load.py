@@ -220,10 +220,6 @@ class BookedLoad:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""
         return self.latency_calibration.relative.column(self.clock())
 
-    def relative_latency_of(self, rank: Rank) -> float:
-        """Returns how slow a rank is, relative to the component; 1 if it is not registered."""
-        return self.latency_calibration.relative.of(rank, self.clock())
-
     def most_booked(self, rank: Rank) -> int:
         """Returns the most booked sequences of a rank since the report before the last, when another one arrives."""
         return self._peaks.reported(rank, self._booked(rank))

@@ -27,6 +27,7 @@ from kvrouter.v1.common_pb2 import PrefillDecision, Stage
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision as DecisionMessage
+from kvrouter.v1.texts import rank_text
 
 # Read once: looking up an enum value by name takes a microsecond.
 _PREFILL = Stage.STAGE_PREFILL
@@ -194,13 +195,15 @@ class Decision(NamedTuple):
         if context is None or self.chosen is None:
             return attributes
         chosen = context.ranks.index(self.chosen)
-        attributes["kvrouter.rank"] = _label(self.chosen)
+        attributes["kvrouter.rank"] = rank_text(rank_message(self.chosen))
         attributes["kvrouter.overlap_blocks"] = int(context.overlap_blocks[chosen])
         for name, column in explanation.terms.items():
             attributes[f"kvrouter.terms.{name}"] = float(column[chosen])
         if len(explanation.costs):
             cheapest = np.argsort(explanation.costs, kind="stable")[:MAX_CANDIDATES].tolist()
-            attributes["kvrouter.cheapest.ranks"] = [_label(context.ranks[index]) for index in cheapest]
+            attributes["kvrouter.cheapest.ranks"] = [
+                rank_text(rank_message(context.ranks[index])) for index in cheapest
+            ]
             attributes["kvrouter.cheapest.costs"] = [float(explanation.costs[index]) for index in cheapest]
             attributes["kvrouter.cheapest.overlap_blocks"] = [int(context.overlap_blocks[index]) for index in cheapest]
         return attributes
@@ -375,7 +378,3 @@ class Decisions:
 def _names(booked_id: str, request_id: str) -> bool:
     """Returns whether a request id names a booked request."""
     return booked_id.startswith(request_id) and request_id in (booked_id, booked_id.rpartition("~")[0])
-
-
-def _label(rank: Rank) -> str:
-    return f"{rank[0]}:{rank[1]}"

@@ -26,7 +26,6 @@ from kvrouter.scheduler.overlap.predictions import Predictions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import Decision, Decisions, decide
-from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, snapshot
 from kvrouter.scheduler.workers.candidates import check_pinned
 from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.errors import NoWorkers, RequestIdReused
@@ -56,8 +55,8 @@ class Router:
     indexer_timeout_seconds: float
     rng: Random
     clock: Callable[[], float]
+    conversations: Conversations
     predictions: Predictions | None = None
-    conversations: Conversations | None = None
     is_behind: Callable[[], bool] = lambda: False
 
     def _check(self, context: RequestContext) -> None:
@@ -109,13 +108,7 @@ class Router:
 
     def conversation(self, context: RequestContext) -> HeldBlocks | None:
         """Returns what the last request of the conversation left for this one; None without one."""
-        if self.conversations is None:
-            return None
         return self.conversations.held(context.pool.name, context.conversation, context.prompt)
-
-    def snapshot(self, context: RequestContext, overlaps: Overlaps) -> CandidateSnapshot:
-        """Returns a snapshot of every candidate at this moment."""
-        return snapshot(context, overlaps, now=self.clock())
 
     def decide(
         self,
@@ -160,7 +153,7 @@ class Router:
 
     def _learned_output_tokens(self, context: RequestContext) -> float:
         """Returns the expected length of a request's output, as earlier ones teach; 0 if it states one."""
-        if self.conversations is None or context.expected_output_tokens:
+        if context.expected_output_tokens:
             return 0.0
         return self.conversations.expected_output_tokens(context.pool, context.conversation, context.tenant.name)
 

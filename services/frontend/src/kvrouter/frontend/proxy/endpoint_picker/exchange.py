@@ -21,7 +21,7 @@ from kvrouter.frontend.proxy.endpoint_picker import responses
 from kvrouter.frontend.proxy.endpoint_picker.engines import Pick
 from kvrouter.frontend.proxy.endpoint_picker.gateway_request import GatewayRequest
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
-from kvrouter.frontend.proxy.endpoint_picker.responses import code_details, header_values, served_endpoint
+from kvrouter.frontend.proxy.endpoint_picker.responses import code_details, header_list, served_endpoint
 from kvrouter.frontend.proxy.engine_response import EngineResponse
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError
 from kvrouter.v1.frontend_pb2 import RoutedOn
@@ -242,7 +242,7 @@ class Exchange:
         await self._context.write(responses.refusal(error, self._request.id))
 
     async def _begin_response(self, message: ProcessingRequest) -> None:
-        headers = header_values(message.response_headers.headers)
+        headers = dict(header_list(message.response_headers.headers))
         is_stream = headers.get("content-type", "").startswith(STREAM_TYPE)
         status = int(headers[":status"]) if headers.get(":status", "").isdigit() else int(HTTPStatus.OK)
         self._has_begun_response = status < HTTPStatus.INTERNAL_SERVER_ERROR

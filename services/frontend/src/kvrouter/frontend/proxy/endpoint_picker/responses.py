@@ -73,17 +73,12 @@ def header_list(headers: HeaderMap) -> list[tuple[str, str]]:
     ]
 
 
-def header_values(headers: HeaderMap) -> dict[str, str]:
-    """Returns values by name in lower case; of a repeated header the last one."""
-    return dict(header_list(headers))
-
-
 MAX_PIECE_BYTES = 62 << 10
 """Maximum size of a piece of a body in one message, as Envoy recommends: below 64 KiB."""
 
 
 def route(
-    endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str] = ()
+    endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str]
 ) -> pb.ProcessingResponse:
     """Answers the request's headers: names the endpoints, and sets and removes further headers for the engine."""
     common = _routed(endpoints, headers, removed_headers)
