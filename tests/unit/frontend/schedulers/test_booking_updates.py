@@ -35,7 +35,7 @@ async def test_a_link_without_refusals_looks_for_none(monkeypatch: pytest.Monkey
     monkeypatch.setattr(booking_updates.BookingUpdates, "assert_refused", assert_refused)
     scheduler = Answering()
     async with linked(scheduler, heartbeat_timeout_seconds=0.02) as link:
-        await link.wait_ready()
+        await until(lambda: link.ready)
         link.keep(booking("a"))
         await until(lambda: scheduler.heartbeats > 3)
     assert not looks
@@ -52,7 +52,7 @@ async def test_changes_while_a_session_opens_are_sent() -> None:
         link.free(freed, None)
         scheduler.opened.set()
         await until_asserted(scheduler, 1)
-        await link.wait_ready()
+        await until(lambda: link.ready)
     assert [(each.booking.request_id, each.prefill_complete) for each in scheduler.asserted] == [("done", True)]
 
 
@@ -64,7 +64,7 @@ async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_gets_all_in
     scheduler.deaf_sessions = 1
     scheduler.opened.set()
     async with linked(scheduler) as link, asyncio.TaskGroup() as group:
-        await link.wait_ready()
+        await until(lambda: link.ready)
         selecting = group.create_task(link.select(selection(), deadline=Deadline.never()))
         kept, freed = booking("kept"), booking("freed")
         link.keep(kept)
@@ -86,7 +86,7 @@ async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_gets_all_in
 async def test_updates_of_one_step_travel_in_one_call() -> None:
     scheduler = Answering()
     async with linked(scheduler) as link:
-        await link.wait_ready()
+        await until(lambda: link.ready)
         bookings = [booking(name) for name in "abc"]
         for each in bookings:
             link.keep(each)
@@ -100,7 +100,7 @@ async def test_updates_of_one_step_travel_in_one_call() -> None:
 async def test_updates_that_gather_while_others_are_under_way_travel_together() -> None:
     scheduler = Answering()
     async with linked(scheduler) as link:
-        await link.wait_ready()
+        await until(lambda: link.ready)
         scheduler.at_work.clear()
         first, *others = [booking(name) for name in "abc"]
         link.keep(first)
@@ -121,7 +121,7 @@ async def test_updates_that_gather_while_others_are_under_way_travel_together() 
 async def test_a_computed_prompt_is_reported_by_the_free_that_follows_at_once() -> None:
     scheduler = Answering()
     async with linked(scheduler) as link:
-        await link.wait_ready()
+        await until(lambda: link.ready)
         live = booking("a")
         link.keep(live)
         link.free(live, None, prefill_complete=True)
@@ -133,7 +133,7 @@ async def test_a_computed_prompt_is_reported_by_the_free_that_follows_at_once() 
 async def test_updates_of_the_step_in_which_a_link_ends_are_sent() -> None:
     scheduler = Answering()
     async with linked(scheduler) as link:
-        await link.wait_ready()
+        await until(lambda: link.ready)
         link.free(booking("a"), None)
     assert [len(call.updates) for call in scheduler.calls if call.updates] == [1]
 
@@ -141,7 +141,7 @@ async def test_updates_of_the_step_in_which_a_link_ends_are_sent() -> None:
 async def test_a_selection_does_not_overtake_an_earlier_free() -> None:
     scheduler = Answering()
     async with linked(scheduler) as link:
-        await link.wait_ready()
+        await until(lambda: link.ready)
         scheduler.at_work.clear()
         link.free(booking("a"), None)
         await until(lambda: any(call.updates for call in scheduler.calls))

@@ -152,7 +152,7 @@ async def test_an_opening_lists_live_bookings_and_waiting_selections() -> None:
     scheduler = Answering()
     scheduler.ends_with_selections = 1
     async with linked(scheduler) as link:
-        await link.wait_ready()
+        await until(lambda: link.ready)
         kept, freed = booking("kept"), booking("freed")
         link.keep(kept)
         link.keep(freed)
@@ -166,7 +166,7 @@ async def test_an_opening_lists_live_bookings_and_waiting_selections() -> None:
 async def test_a_connection_that_is_lost_ends_the_session_at_once() -> None:
     scheduler = Answering()
     async with linked(scheduler) as link:
-        await link.wait_ready()
+        await until(lambda: link.ready)
         scheduler.disconnected.set()
         await until(lambda: len(scheduler.openings) > 1)
         scheduler.disconnected.clear()
@@ -181,15 +181,14 @@ async def test_a_link_without_a_session_is_ready_for_the_time_of_a_failover(
     scheduler = Answering()
     async with linked(scheduler) as link:
         assert not link.ready
-        await link.wait_ready()
+        await until(lambda: link.ready)
         scheduler.at_work.clear()
         scheduler.disconnected.set()
         await until(lambda: len(scheduler.closed) == 1)
         assert link.ready == stays_ready
         scheduler.disconnected.clear()
         scheduler.at_work.set()
-        await link.wait_ready()
-        assert link.ready
+        await until(lambda: link.ready)
 
 
 async def test_a_scheduler_in_this_process_is_called_without_a_task() -> None:
@@ -209,7 +208,7 @@ async def test_a_scheduler_in_this_process_is_called_without_a_task() -> None:
 
     scheduler = Local()
     async with linked(LocalScheduler(cast(Scheduler, scheduler))) as link:
-        await link.wait_ready()
+        await until(lambda: link.ready)
         before = asyncio.all_tasks()
         switched: list[None] = []
         asyncio.get_running_loop().call_soon(switched.append, None)

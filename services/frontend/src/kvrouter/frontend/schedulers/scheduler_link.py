@@ -136,10 +136,6 @@ class SchedulerLink:
         """Ids of the Schedulers that recently did not answer."""
         return self._choice.avoided
 
-    async def wait_ready(self) -> None:
-        """Returns when a session is open."""
-        await self._is_open.wait()
-
     async def select(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Chooses a rank. If the session ends meanwhile, the call is repeated in the next session.
 
