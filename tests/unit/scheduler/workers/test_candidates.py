@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from kvrouter.runtime.requests import serves
 from kvrouter.scheduler.load.reported_load import LoadReports
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.request.options import RoutingOptions, Thresholds, overridden
@@ -17,7 +18,6 @@ from kvrouter.scheduler.workers.candidates import (
     WorkerConstraints,
     candidates_of,
     check_pinned,
-    serves,
     why_unfit,
 )
 from kvrouter.v1.common_pb2 import Rank, Role, Stage, TokenIds

@@ -1,4 +1,4 @@
-"""Fields that requests of several services share: component, request id, length of the prompt, and packed hashes.
+"""Fields that requests of several services share: component, request id, stage, length of the prompt, hashes.
 
 A packed buffer of hashes holds 8 bytes for each, little-endian. The contract declares hashes as ``repeated fixed64``,
 which any language can write; its packed encoding is that of a ``bytes`` field. So the encoding of a public message is
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kvrouter.v1.common_pb2 import Component, LocalHashes, MultimodalHash
+from kvrouter.v1.common_pb2 import Component, LocalHashes, MultimodalHash, Role, Stage
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.names import ComponentName, InvalidName
 from kvrouter.v1.packed_pb2 import PackedLocalHashes, PackedReassertBooking
@@ -31,6 +31,16 @@ def component_name(component: Component) -> ComponentName:
         raise BadRequest(
             str(error)[:512], field="component", advice="Send a valid namespace and a valid name."
         ) from None
+
+
+_COMPUTES_PROMPTS = frozenset({Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_PREFILL})
+_GENERATES = frozenset({Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_DECODE})
+_PREFILL = Stage.STAGE_PREFILL  # read once: looking up an enum value by name takes a microsecond
+
+
+def serves(role: Role, stage: Stage = Stage.STAGE_WHOLE) -> bool:
+    """Returns whether a worker or component of a role runs a stage. A decode worker can compute prompts itself."""
+    return role in (_COMPUTES_PROMPTS if stage == _PREFILL else _GENERATES)
 
 
 def content_in_blocks(hashes: Sequence[MultimodalHash], block_size: int) -> list[tuple[int, int]]:

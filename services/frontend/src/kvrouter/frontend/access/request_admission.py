@@ -27,7 +27,7 @@ from kvrouter.frontend.access.caller import current_caller, current_grant
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant
 from kvrouter.runtime.bounds import FairBound, bounds_of
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.v1.common_pb2 import Role
+from kvrouter.runtime.requests import serves
 from kvrouter.v1.errors import Overloaded
 from prometheus_client import CollectorRegistry, Counter
 
@@ -176,7 +176,7 @@ def _slots(views: Sequence[ComponentView]) -> int:
     slots = [
         worker.max_sequences
         for view in views
-        if view.descriptor.role != Role.ROLE_PREFILL
+        if serves(view.descriptor.role)
         for worker in view.workers.values()
         for _ in worker.ranks
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.requests import longest_prompt
+from kvrouter.runtime.requests import longest_prompt, serves
 from kvrouter.v1.common_pb2 import Role, RoutingConstraints, Stage
 from kvrouter.v1.errors import BadRequest, NoWorkers, UnknownModel
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
@@ -15,9 +15,6 @@ from kvrouter.v1.texts import text_of
 
 CONSTRAINT_FIELD = "sampling_options.structured_output"
 """Field of the contract that constrains an output."""
-_ONLY_PREFILL = Role.ROLE_PREFILL
-_UNFIT = {Stage.STAGE_PREFILL: Role.ROLE_DECODE}
-"""The role that does not serve a stage, if it is not the prefill role. A decode worker can compute prompts itself."""
 
 
 def pools_of_model(
@@ -28,12 +25,12 @@ def pools_of_model(
     Raises:
         UnknownModel: no component serves the model.
     """
-    unfit = _UNFIT.get(stage, _ONLY_PREFILL)
     of_model = [view for view in components.values() if view.descriptor.model == model]
-    serving = [view for view in of_model if _serves(view, unfit)]
+    serving = [view for view in of_model if serves(view.descriptor.role, stage)]
     if not serving:
-        known = {view.descriptor.model for view in components.values() if view.workers and _serves(view, unfit)}
-        only = text_of(Role, unfit) if any(view.workers for view in of_model) else ""
+        live = [view.descriptor for view in components.values() if view.workers]
+        known = {descriptor.model for descriptor in live if serves(descriptor.role, stage)}
+        only = next((text_of(Role, view.descriptor.role) for view in of_model if view.workers), "")
         raise UnknownModel(model, sorted(known), only)
     return _largest_first(serving)
 
@@ -48,10 +45,6 @@ def of_pool(views: list[ComponentView], pool: str) -> list[ComponentView]:
     if not found:
         raise NoWorkers(f"{views[0].descriptor.model} has no pool {pool}")
     return found
-
-
-def _serves(view: ComponentView, unfit: Role) -> bool:
-    return view.descriptor.role != unfit
 
 
 def _largest_first(views: list[ComponentView]) -> list[ComponentView]:
@@ -74,8 +67,7 @@ def resolve_model(model: str, components: Mapping[ComponentName, ComponentView])
         serving = [
             view
             for view in components.values()
-            if view.descriptor.role != Role.ROLE_PREFILL
-            and any(model in worker.lora_names for worker in view.workers.values())
+            if serves(view.descriptor.role) and any(model in worker.lora_names for worker in view.workers.values())
         ]
         if not serving:
             raise
@@ -123,7 +115,7 @@ def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[M
             lora_names=sorted({name for worker in view.workers.values() for name in worker.lora_names}),
         )
         for view in components.values()
-        if view.workers and view.descriptor.role != _ONLY_PREFILL
+        if view.workers and serves(view.descriptor.role)
     ]
     return sorted(models, key=lambda model: (model.name, model.component.name))
 
@@ -153,7 +145,7 @@ def can_take(worker: WorkerRegistration, constraints: RoutingConstraints, lora_n
     allowed = constraints.allowed_worker_ids
     return (
         not worker.draining
-        and worker.role != Role.ROLE_PREFILL
+        and serves(worker.role)
         and worker.worker_id not in constraints.excluded_worker_ids
         and (not allowed or worker.worker_id in allowed)
         and (not constraints.HasField("worker_id") or worker.worker_id == constraints.worker_id)

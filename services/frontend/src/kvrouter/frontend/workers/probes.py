@@ -28,7 +28,8 @@ from kvrouter.frontend.workers.observed_worker import ObservedWorker
 from kvrouter.runtime.config.fields import is_url
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
-from kvrouter.v1.common_pb2 import Role, Stage
+from kvrouter.runtime.requests import serves
+from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
@@ -90,7 +91,7 @@ class StallTrials:
 
 def _has_generate(worker: ObservedWorker) -> bool:
     """Returns whether a worker serves whole requests at its Generate: no prefill worker, and no listed OpenAI API."""
-    return not is_url(worker.endpoint) and any(each.role != Role.ROLE_PREFILL for _, each in worker.registered)
+    return not is_url(worker.endpoint) and any(serves(each.role) for _, each in worker.registered)
 
 
 _IDLE_PROBES_PER_SECOND = 200

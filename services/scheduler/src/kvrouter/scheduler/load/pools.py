@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from kvrouter.core import CachedRank, Rank
 from kvrouter.runtime.discovery.directory import ComponentView
+from kvrouter.runtime.requests import serves
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import CacheHits, PredictionCheck
 from kvrouter.scheduler.load.headroom import Headroom
@@ -18,7 +19,7 @@ from kvrouter.scheduler.load.slots import capacity, free_slots
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.metrics import ScrapedGauges
 from kvrouter.scheduler.policies.interface import Amounts, Column
-from kvrouter.scheduler.workers.candidates import WorkerSet, candidates_of, serves
+from kvrouter.scheduler.workers.candidates import WorkerSet, candidates_of
 from kvrouter.v1.common_pb2 import Role, RoutingRequest, Stage
 from kvrouter.v1.errors import UnknownComponent, UnknownModel
 from kvrouter.v1.names import ComponentName, InvalidName

@@ -11,30 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
+from kvrouter.runtime.requests import serves
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask
 from kvrouter.v1.common_pb2 import Role, RoutingRequest, Stage, Tier
 from kvrouter.v1.errors import BadRequest, UnknownWorker
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from numpy.typing import NDArray
 
-_ROLES = {
-    # A decode worker can compute prompts itself.
-    Stage.STAGE_WHOLE: frozenset({Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_DECODE}),
-    Stage.STAGE_PREFILL: frozenset({Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_PREFILL}),
-    Stage.STAGE_DECODE: frozenset({Role.ROLE_UNSPECIFIED, Role.ROLE_BOTH, Role.ROLE_DECODE}),
-}
-
-
 LOWER_TIERS = (Tier.TIER_HOST, Tier.TIER_DISK, Tier.TIER_SHARED)
 """Tiers below device memory, from the fastest: the rows of their columns."""
 
 _MAX_SHOWN_RANKS = 32
-_WHOLE = _ROLES[Stage.STAGE_WHOLE]
-
-
-def serves(role: Role, stage: Stage) -> bool:
-    """Returns whether a worker or component of a role can run a stage."""
-    return role in _ROLES.get(stage, _WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
