@@ -21,11 +21,6 @@ MAX_REQUEST_ID_BYTES = 128
 _STAGES = frozenset(Stage.values())
 
 
-def stage_of(key: BookingKey) -> Stage:
-    """Returns the stage of a booking; an unspecified one is the whole request."""
-    return key.stage or _WHOLE
-
-
 def key_of(key: BookingKey) -> Key:
     """Returns the key of a message, which can be hashed."""
     return (key.request_id, key.attempt, key.stage or _WHOLE)

@@ -77,8 +77,9 @@ def decode_body(body: bytes, params: TransferParams | None) -> bytes:
     if params is None:
         return body
     payload = params.payload.strip()
-    is_vllm = params.format == VLLM_TRANSFER
-    return _with_fields(body, b'"kv_transfer_params":' + payload if is_vllm else payload[1:-1])
+    fields = b'"kv_transfer_params":' + payload if params.format == VLLM_TRANSFER else payload[1:-1]
+    start = body.index(b"{") + 1
+    return b"%b%b,%b" % (body[:start], fields, body[start:])
 
 
 def with_token_ids(body: bytes, token_ids: bytes) -> bytes:
@@ -93,11 +94,6 @@ def transfer_params(response: bytes | bytearray) -> TransferParams | None:
     except MALFORMED:
         return None
     return TransferParams(format=VLLM_TRANSFER, payload=payload) if payload not in (b"", b"null") else None
-
-
-def _with_fields(body: bytes, fields: bytes) -> bytes:
-    start = body.index(b"{") + 1
-    return b"%b%b,%b" % (body[:start], fields, body[start:])
 
 
 async def permitted(

@@ -104,7 +104,8 @@ class SchedulerLinks:
     def ready(self) -> bool:
         """Returns whether the link of every component with workers is ready."""
         components = self._directory.components.items()
-        return all(self._is_linked(name) for name, view in components if view.workers)
+        links = [self._component(name).links.get(_WHOLE) for name, view in components if view.workers]
+        return all(link is not None and link.ready for link in links)
 
     def link(self, name: ComponentName, local_hashes: bytes, conversation_id: str = "") -> SchedulerLink:
         """Returns the link for a request.
@@ -165,10 +166,6 @@ class SchedulerLinks:
         if component is None:
             component = self._components[name] = _Component(self._sharded)
         return component
-
-    def _is_linked(self, name: ComponentName) -> bool:
-        link = self._component(name).links.get(_WHOLE)
-        return link is not None and link.ready
 
     def _is_sharded(self, component: _Component) -> bool:
         return self._source.count() > 1 and component.sharding.active(self._clock())

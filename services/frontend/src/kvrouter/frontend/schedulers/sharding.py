@@ -89,7 +89,7 @@ class PrefixSplit:
         hashes = memoryview(sequence_hashes).cast("Q")
         if not len(hashes):
             return 0
-        probes = tuple(hashes[depth - 1] for depth in _depths(len(hashes)))
+        probes = tuple(hashes[(1 << power) - 1] for power in range(min(len(hashes), _MAX_DEPTH).bit_length()))
         most = max(LEAST, COMMON * len(self._recent))
         found = next((probe for probe in probes if self._counts[probe] < most), int(hashes[-1]))
         self._count(probes)
@@ -103,7 +103,3 @@ class PrefixSplit:
                 self._counts[probe] -= 1
                 if not self._counts[probe]:
                     del self._counts[probe]
-
-
-def _depths(blocks: int) -> list[int]:
-    return [1 << power for power in range(min(blocks, _MAX_DEPTH).bit_length())]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import blake2b
+from typing import cast
 
 import structlog
-from kvrouter.scheduler.identifiers import checked_key, stage_of
+from kvrouter.scheduler.identifiers import checked_key
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
 from kvrouter.scheduler.policies.catalogue import POLICIES
@@ -57,7 +58,7 @@ class RequestReader:
         tenant = Tenant(request.tenant, weight if 0 < weight < math.inf else 1.0)
         key = checked_key(request.booking) if request.HasField("booking") else None
         booking = BookingOptions(key, request.session_id, request.opening_number, lease_seconds, request.restores)
-        stage = None if key is None else stage_of(request.booking)
+        stage = None if key is None else cast(Stage, key[2])
         context = self.read_request(request.request, stage, booking, tenant)
         if context.ignored_overrides:
             self._warn_of_ignored(context)

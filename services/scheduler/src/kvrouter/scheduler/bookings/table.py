@@ -180,7 +180,8 @@ class BookingTable:
         if booking.owners:
             self._settle(booking)
         else:
-            self._remember(key, _progress_of(booking))
+            reported = booking.prefilled, booking.output_tokens, booking.has_local_progress
+            self._remember(key, Progress(booking.component, *reported))
             self._release(booking)
         self._publish(OwnerRemoved(booking, owner))
         return booking
@@ -292,7 +293,3 @@ class BookingTable:
             load.prefill_complete(key)
         load.output_tokens(key, booking.output_tokens)
         self._publish(Moved(booking))
-
-
-def _progress_of(booking: Booking) -> Progress:
-    return Progress(booking.component, booking.prefilled, booking.output_tokens, booking.has_local_progress)
