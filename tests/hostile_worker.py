@@ -11,6 +11,8 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 from kvrouter.net.calls import CallStreamServer, ServerCall
 from kvrouter.net.etcd import connect
+from kvrouter.net.rpc.call_gate import CallGate
+from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.errors import KvRouterError
@@ -132,20 +134,19 @@ class HostileWorker:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[HostileWorker]:
-        server = grpc.aio.server()
+        server = LoopServer(CallGate())
         handler = grpc.unary_stream_rpc_method_handler(self._generate)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Generate": handler}),))
         check = grpc.unary_unary_rpc_method_handler(self._check)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_HEALTH, {"Check": check}),))
         if self.call_streams is not None:
             self.call_streams.add_streaming(f"{_SERVICE}/Generate", self._generate_on_stream)
-            self.call_streams.register(server)
-        self.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
+            server.add_generic_rpc_handlers((self.call_streams.handler(),))
+        self.endpoint = f"127.0.0.1:{await server.start('127.0.0.1:0', None)}"
         try:
             yield self
         finally:
-            await server.stop(None)
+            await server.stop(0)
             for behaving in self._behaving:
                 behaving.cancel()
             if self._behaving:

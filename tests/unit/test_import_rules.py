@@ -77,7 +77,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "local": ("etcd",),
         "http2": ("budgets", "tls"),
         "calls": ("backoff", "budgets", "http2", "logs", "tls"),
-        "auth": ("calls", "logs", "secret_files", "tls"),
+        "auth": ("calls", "http2", "logs", "secret_files", "tls"),
         "rpc": ("budgets", "calls", "http2", "logs", "tls", "trace_context"),
     },
     "runtime": {

@@ -6,7 +6,7 @@ import select
 import socket
 
 import pytest
-from kvrouter.net.rpc.server import BindFailed
+from kvrouter.net.rpc.loop_server import BindFailed
 from kvrouter.runtime.process.hosting import shared_port
 
 

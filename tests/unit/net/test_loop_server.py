@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -46,6 +48,8 @@ class Echo:
 
 
 class Serving:
+    """A running server."""
+
     def __init__(self, server: LoopServer, echo: Echo, address: str) -> None:
         self.server = server
         self.echo = echo
@@ -133,9 +137,6 @@ async def test_messages_that_cannot_be_taken_end_their_call_only(monkeypatch: py
         good = call(channel)
         await good.write(b"first")
         assert await good.read() == b"first"
-        packed = channel.stream_stream(ECHO)(compression=grpc.Compression.Gzip)
-        await packed.write(bytes(10_000))
-        assert await packed.code() is grpc.StatusCode.UNIMPLEMENTED
         async with hostile_peer(running.address) as peer:
             stream = peer.open(ECHO)
             peer.data(stream, message_head(1000)[:3])
@@ -221,3 +222,84 @@ async def test_a_stopping_server_lets_its_calls_end() -> None:
         await echo.done_writing()
         assert await echo.code() is grpc.StatusCode.OK
         await stopping
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_compressed_messages_are_read(compression: grpc.Compression) -> None:
+    async with serving() as running, running.channel() as channel:
+        echo = channel.stream_stream(ECHO)(compression=compression)
+        for message in (bytes(10_000), b"short", bytes(3_000_000)):
+            await echo.write(message)
+            assert await echo.read() == message
+        await echo.done_writing()
+        assert await echo.code() is grpc.StatusCode.OK
+
+
+async def test_a_compressed_message_that_is_too_long_or_none_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(received_calls, "MAX_MESSAGE_BYTES", 1 << 20)
+    async with serving() as running, running.channel() as channel:
+        long = channel.stream_stream(ECHO)(compression=grpc.Compression.Gzip)
+        await long.write(bytes(2 << 20))
+        assert await long.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        async with hostile_peer(running.address) as peer:
+            for body in (b"no gzip", gzip.compress(b"cut off")[:-9]):
+                stream = peer.open(ECHO, (("grpc-encoding", "gzip"),))
+                peer.data(stream, b"\1" + len(body).to_bytes(4, "big") + body)
+                await until(lambda stream=stream: stream in peer.ended)
+        await until(lambda: running.echo.cancelled == 3)
+        assert running.server.received.bytes == 0
+
+
+async def test_a_call_ends_when_its_time_is_over() -> None:
+    async with serving() as running, running.channel() as channel:
+        echo = channel.stream_stream(ECHO)(timeout=0.2)
+        await echo.write(b"first")
+        await echo.read()
+        assert await echo.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: running.echo.cancelled == 1)
+
+
+async def test_handlers_see_metadata_and_time() -> None:
+    seen: list[Any] = []
+
+    async def see(context: Any) -> None:
+        seen.append((dict(context.invocation_metadata()), context.time_remaining(), context.names()))
+
+    async with serving() as running, running.channel() as channel:
+        running.server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    "test.Seen", {"See": grpc.stream_stream_rpc_method_handler(lambda _, context: see(context))}
+                ),
+            )
+        )
+        metadata = (("one", "1"), ("many", "a"), ("many", "b"), ("raw-bin", b"\x00\xff"))
+        assert await channel.stream_stream("/test.Seen/See")(metadata=metadata, timeout=60).code() is grpc.StatusCode.OK
+        assert await channel.stream_stream("/test.Seen/See")().code() is grpc.StatusCode.OK
+    (metadata_seen, remaining, names), (_, without, _) = seen
+    assert metadata_seen["one"] == "1"
+    assert metadata_seen["many"] == "a, b"
+    assert metadata_seen["raw-bin"] == b"\x00\xff"
+    assert not any(name.startswith(":") for name in metadata_seen)
+    assert 50 < remaining <= 60
+    assert without is None
+    assert names == ()
+
+
+async def test_one_port_serves_both_families() -> None:
+    server = LoopServer(CallGate())
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("test.Service", {"Echo": grpc.stream_stream_rpc_method_handler(Echo())}),)
+    )
+    port = await server.start("0.0.0.0:0", None)
+    try:
+        for host in ("127.0.0.1", "[::1]") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
+            async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
+                echo = call(channel)
+                await echo.write(b"first")
+                assert await echo.read() == b"first"
+        peers = {connection.calls.peer.partition(":")[0] for connection in server.connections}
+        assert peers <= {"ipv4", "ipv6"}
+        assert "ipv4" in peers
+    finally:
+        await server.stop(0.0)

@@ -6,7 +6,7 @@ Of a gRPC call, an error is a ``google.rpc.Status``, whose details the libraries
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Protocol
 
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
@@ -107,16 +107,29 @@ def error_status(error: KvRouterError) -> Status:
     return status
 
 
-def set_error(context: grpc.aio.ServicerContext[Any, Any], error: KvRouterError) -> None:
+class ServerCall(Protocol):
+    """A gRPC call at its server, which has a status in the end."""
+
+    def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, str | bytes], ...], /) -> None:
+        """Sets the metadata sent with the status."""
+
+    def set_code(self, code: grpc.StatusCode, /) -> None:
+        """Sets the code of the status."""
+
+    def set_details(self, details: str, /) -> None:
+        """Sets the message of the status."""
+
+
+def set_error(call: ServerCall, error: KvRouterError) -> None:
     """Sets the error with which a call ends when its handler returns.
 
     ``context.abort`` is no alternative: gRPC stores the exception it raises, which would keep the request alive
     until the cyclic garbage collector runs.
     """
     status = error_status(error)
-    context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
-    context.set_code(error.code)
-    context.set_details(status.message)
+    call.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
+    call.set_code(error.code)
+    call.set_details(status.message)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KvRouterError:

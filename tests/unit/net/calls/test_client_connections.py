@@ -6,20 +6,17 @@ import asyncio
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 import structlog
 from kvrouter.net.calls import CallStreamClient, NotSent, OutcomeUnknown, client_stream
 from kvrouter.net.http2 import connection
 from kvrouter.net.http2.frames import Kind, frame, settings, window_update
-from kvrouter.net.http2.options import SERVER_OPTIONS
 from kvrouter.v1.calls_pb2 import OpenCallStreamResponse
 
 from ..http2.http2_server import data, ended, headers
 from .linked import ECHO, Received
 from .scripted_server import Accepted, scripted
-from .test_over_grpc import Server, connected, until
+from .test_over_grpc import connected, serving, until
 
 
 def patient(port: int, **options: Any) -> AbstractAsyncContextManager[CallStreamClient]:
@@ -59,22 +56,17 @@ async def test_a_goaway_lets_calls_finish_and_new_ones_use_a_new_connection() ->
 
 
 async def test_a_maximum_connection_age_cuts_no_call_off() -> None:
-    server = Server()
-    options = (*SERVER_OPTIONS, ("grpc.max_connection_age_ms", 300), ("grpc.max_connection_age_grace_ms", 60_000))
-    server.grpc = grpc.aio.server(options=options)
-    server.streams.register(server.grpc)
-    port = server.grpc.add_insecure_port("127.0.0.1:0")
-    await server.grpc.start()
-    async with patient(port) as client:
+    async with serving() as server, patient(server.port) as client:
         waiting = asyncio.create_task(client.call("test.Service/Wait", b"x"))
-        while client.counts.opened < 3:
-            await client.wait_ready()
+        for opened in (1, 2, 3):
+            await until(lambda opened=opened: client.counts.opened == opened and client.ready)
             await client.call(ECHO, b"x")
+            for connection in server.grpc.connections:
+                connection.calls.drain()
         assert not waiting.done()
         server.release.set()
         assert await waiting == b"x"
         assert not client.counts.failed
-    await server.grpc.stop(0)
 
 
 async def test_streams_that_finish_their_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

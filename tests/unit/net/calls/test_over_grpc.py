@@ -19,7 +19,8 @@ from kvrouter.net.calls import (
     OutcomeUnknown,
     ServerCall,
 )
-from kvrouter.net.http2.options import SERVER_OPTIONS
+from kvrouter.net.rpc.call_gate import CallGate
+from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.v1.calls_pb2 import (
     CallRequest,
     CallResponse,
@@ -47,9 +48,9 @@ class Server:
         self.streams.add_unary(ECHO, lambda raw, _call: raw)
         self.streams.add_unary("test.Service/Wait", self._wait)
         self.streams.add_streaming(TOKENS, lambda _raw, call: self.started.append(call))
-        self.grpc = grpc.aio.server(options=SERVER_OPTIONS)
-        self.streams.register(self.grpc)
-        self.port = self.grpc.add_insecure_port(f"127.0.0.1:{port}")
+        self.grpc = LoopServer(CallGate())
+        self.grpc.add_generic_rpc_handlers((self.streams.handler(),))
+        self.port = port
 
     def _wait(self, raw: bytes, _call: ServerCall) -> Awaitable[bytes]:
         async def wait() -> bytes:
@@ -66,7 +67,7 @@ class Server:
 @asynccontextmanager
 async def serving(limits: CallLimits | None = None, port: int = 0) -> AsyncIterator[Server]:
     server = Server(limits, port)
-    await server.grpc.start()
+    server.port = await server.grpc.start(f"127.0.0.1:{port}", None)
     try:
         yield server
     finally:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-import sys
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import pytest
@@ -24,7 +22,6 @@ from kvrouter.net.tls import (
     InvalidTls,
     Tls,
     TlsOptions,
-    add_port,
     certificates as module,
     open_channel,
 )
@@ -44,26 +41,13 @@ def options(paths: CertificatePaths, **others: str) -> TlsOptions:
     return TlsOptions(str(paths.cert), str(paths.key), str(paths.authority), **others)  # type: ignore[arg-type]
 
 
-SERVER = ""
-"""The kind of server."""
-
-
-@pytest.fixture(autouse=True, params=["grpc.aio", "event loop"])
-def kind_of_server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "SERVER", request.param)
-
-
 @contextlib.asynccontextmanager
 async def serving(tls: Tls | None) -> AsyncIterator[str]:
     service = HealthService()
     service.set("", True)
-    server: Any = grpc.aio.server() if SERVER == "grpc.aio" else LoopServer(CallGate())
+    server = LoopServer(CallGate())
     service.register(server)
-    if SERVER == "event loop":
-        port = await server.start("127.0.0.1:0", tls)
-    else:
-        port = add_port(server, "127.0.0.1:0", tls)
-        await server.start()
+    port = await server.start("127.0.0.1:0", tls)
     try:
         yield f"127.0.0.1:{port}"
     finally:
@@ -106,7 +90,7 @@ async def test_a_server_refuses_who_has_no_valid_certificate(authority: Developm
         await refused(target, None)
         await refused(target, Tls(TlsOptions(ca_file=str(authority.certificate_path))))
         await refused(target, Tls(TlsOptions(str(stranger.cert), str(stranger.key), str(authority.certificate_path))))
-        assert server.handshakes >= 2 + (SERVER == "grpc.aio")  # A peer without TLS sends nothing that asks for one.
+        assert server.handshakes >= 2  # A peer without TLS sends nothing that asks for one.
 
 
 async def test_a_client_refuses_a_server_of_another_authority_or_name(

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
-from kvrouter.net.rpc.server import BindFailed
+from kvrouter.net.rpc.loop_server import BindFailed
 from kvrouter.runtime.rpc import RpcServer, open_channel, remote
 from kvrouter.v1 import errors, worker_pb2
 from kvrouter.v1.error_encoding import from_rpc_error

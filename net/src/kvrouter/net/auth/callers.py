@@ -10,7 +10,7 @@ from typing import Literal
 
 import grpc
 from kvrouter.net.auth.service_token import HEADER, ServiceToken
-from kvrouter.net.calls import Context
+from kvrouter.net.http2 import ReceivedCall
 from kvrouter.net.logs import get_logger
 from kvrouter.net.tls.tls import Tls
 from kvrouter.v1.errors import KvRouterError, ServiceRefused
@@ -84,7 +84,6 @@ log = get_logger(__name__)
 
 ROLES = ("frontend", "scheduler", "indexer", ADMIN)
 """Roles of callers. A worker calls nobody."""
-_NAMES = "x509_subject_alternative_name"
 _LOGGED = 64
 """Number of distinct refusals logged."""
 
@@ -126,13 +125,10 @@ class CallerCheck:
         """Whether there is anything to check."""
         return bool(self._roles) or self._token is not None
 
-    def peer(self, context: Context) -> CallerPeer:
+    def peer(self, context: ReceivedCall) -> CallerPeer:
         """Returns the peer of a call."""
-        names: tuple[str, ...] = ()
-        if self._roles:
-            names = tuple(bytes(name).decode(errors="replace") for name in context.auth_context().get(_NAMES, ()))
-        shown = _shown(context.invocation_metadata() or ()) if self._token is not None else ""
-        return self.peer_of(names, shown, context.peer())
+        shown = _shown(context.invocation_metadata()) if self._token is not None else ""
+        return self.peer_of(context.names() if self._roles else (), shown, context.peer())
 
     def peer_of(self, names: tuple[str, ...], shown: str | bytes, address: str) -> CallerPeer:
         """Returns the peer with these names in its certificate, the token that it shows, and its address."""

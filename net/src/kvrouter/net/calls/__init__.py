@@ -14,7 +14,7 @@ from kvrouter.net.calls.errors import (
 from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import ResponseReceiver, RunningCall
 from kvrouter.net.calls.server import SERVICE, CallStreamServer
-from kvrouter.net.calls.server_call import Context, Peer, PeerCheck, ServerCall
+from kvrouter.net.calls.server_call import Peer, PeerCheck, ServerCall
 
 __all__ = [
     "SERVICE",
@@ -23,7 +23,6 @@ __all__ = [
     "CallStreamCounts",
     "CallStreamServer",
     "CallTimedOut",
-    "Context",
     "NotSent",
     "OutcomeUnknown",
     "Peer",

@@ -12,8 +12,9 @@ from typing import Any
 import grpc.aio
 from kvrouter.net.calls.errors import ProtocolViolation
 from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
-from kvrouter.net.calls.server_call import Context, Method, Peer, PeerCheck, ServerCall, StreamingHandler, UnaryHandler
+from kvrouter.net.calls.server_call import Method, Peer, PeerCheck, ServerCall, StreamingHandler, UnaryHandler
 from kvrouter.net.calls.server_connection import StreamConnection, refuse
+from kvrouter.net.http2 import ReceivedCall
 from kvrouter.net.logs import get_logger
 from kvrouter.v1 import calls_pb2
 from kvrouter.v1.error_encoding import set_error
@@ -31,7 +32,7 @@ _UNARY_DEFAULT_SECONDS = 30.0
 
 
 class CallStreamServer:
-    """Runs the calls of all clients' streams. Add methods, then register it with a gRPC server."""
+    """Runs the calls of all clients' streams. Add methods, then its handler to a gRPC server."""
 
     def __init__(
         self,
@@ -71,10 +72,10 @@ class CallStreamServer:
         """Serves a server-streaming method. The handler starts the call and returns at once."""
         self._methods.append(Method(method, streaming=handler))
 
-    def register(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a gRPC server before its start."""
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Returns the service's handler, for a gRPC server."""
         handlers: dict[str, Any] = {"OpenCallStream": grpc.stream_stream_rpc_method_handler(self._serve)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     async def drain(self) -> None:
         """Announces the end of new calls, and returns when the running ones are answered."""
@@ -85,7 +86,7 @@ class CallStreamServer:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _serve(self, _requests: object, context: Context) -> None:
+    async def _serve(self, _requests: object, context: ReceivedCall) -> None:
         address = context.peer()
         try:
             peer = None if self._check is None else self._check.peer(context)
@@ -105,7 +106,7 @@ class CallStreamServer:
             if not self._streams_by_peer[address]:
                 del self._streams_by_peer[address]
 
-    async def _serve_admitted(self, context: Context, peer: Peer | None) -> None:
+    async def _serve_admitted(self, context: ReceivedCall, peer: Peer | None) -> None:
         try:
             async with asyncio.timeout(_OPENING_SECONDS):
                 first = await context.read()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import grpc.aio
 from kvrouter.net.calls.errors import failure_of
+from kvrouter.net.http2 import ReceivedCall
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import CallFailure, CallResponseKind
 from kvrouter.v1.errors import KvRouterError
@@ -128,9 +128,6 @@ class Method:
     streaming: StreamingHandler | None = None
 
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
 class Peer(Protocol):
     """Who opened a connection, with the credential it showed."""
 
@@ -152,5 +149,5 @@ class Peer(Protocol):
 class PeerCheck(Protocol):
     """Finds out who calls."""
 
-    def peer(self, context: Context) -> Peer:
+    def peer(self, context: ReceivedCall) -> Peer:
         """Returns the peer of a call."""

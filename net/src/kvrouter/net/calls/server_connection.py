@@ -9,8 +9,9 @@ import grpc.aio
 from kvrouter.net.budgets import loop_budget
 from kvrouter.net.calls.errors import ProtocolViolation, parse
 from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
-from kvrouter.net.calls.server_call import Context, Method, Peer, ServerCall
+from kvrouter.net.calls.server_call import Method, Peer, ServerCall
 from kvrouter.net.calls.server_stream import ServerStream
+from kvrouter.net.http2 import ReceivedCall
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import OpenCallStreamRequest
 from kvrouter.v1.error_encoding import set_error
@@ -42,7 +43,7 @@ class StreamConnection:
         methods: Sequence[Method],
         limits: CallLimits,
         counts: CallStreamCounts,
-        context: Context,
+        context: ReceivedCall,
         peer: Peer | None,
         run: Callable[[ServerCall, Awaitable[bytes]], None],
     ) -> None:
@@ -130,9 +131,6 @@ class StreamConnection:
         except ProtocolViolation as violation:
             self.end(violation)
             return
-        except grpc.aio.BaseError:
-            self.end("lost")
-            return
         # The client sends nothing more, but reads the answers to what it has sent.
         self._half_closed = True
         stream.drain()
@@ -192,7 +190,7 @@ class StreamConnection:
         return 0 if self.stream.running else self.stream.idle_ticks
 
 
-def refuse(context: Context, violation: ProtocolViolation) -> None:
+def refuse(context: ReceivedCall, violation: ProtocolViolation) -> None:
     """Ends a stream because of a violation."""
     log.warning("call_stream.refused", peer=context.peer(), reason=violation.reason, cause=str(violation))
     advice = "Follow the rules of kvrouter/v1/calls.proto."

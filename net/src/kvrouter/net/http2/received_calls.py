@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
+import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, Never
@@ -28,6 +30,7 @@ from kvrouter.net.http2.frames import (
 from kvrouter.net.http2.options import CONNECTION_CALLS, MAX_MESSAGE_BYTES
 from kvrouter.net.http2.side import (
     MAX_HEADER_BYTES,
+    Compressed,
     Http2Side,
     Http2Violation,
     MessageReader,
@@ -48,9 +51,18 @@ _ITEMS_OF_FIRST_MESSAGE: Final = 256
 _ITEMS_OF_MESSAGE: Final = 4
 """The same of further messages: each may have a read, a frame and two window updates of its own."""
 _BEGINNING: Final = hpack.Encoder().encode(
-    [hpack.NeverIndexedHeaderTuple(":status", "200"), hpack.NeverIndexedHeaderTuple("content-type", "application/grpc")]
+    [
+        hpack.NeverIndexedHeaderTuple(":status", "200"),
+        hpack.NeverIndexedHeaderTuple("content-type", "application/grpc"),
+        hpack.NeverIndexedHeaderTuple("grpc-accept-encoding", "identity,deflate,gzip"),
+    ]
 )
-_MAX_DETAILS: Final = 1024
+_MAX_DETAILS: Final = 2048
+_TIMEOUT: Final = re.compile(rb"(\d{1,8})([HMSmun])")
+_UNIT_SECONDS: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_COMPRESSIONS: Final = (b"deflate", b"gzip")
+_ANY_FORMAT: Final = zlib.MAX_WBITS | 32
+"""Makes zlib tell the two apart."""
 
 _Trailing = Sequence[tuple[str, str | bytes]]
 
@@ -67,15 +79,18 @@ class ReceivedCall:
 
     __slots__ = (
         "_code",
+        "_deadline",
         "_details",
         "_half_closed",
         "_has_begun",
         "_has_message",
         "_messages",
+        "_metadata",
         "_queued",
         "_reader",
         "_room",
         "_side",
+        "_timer",
         "_trailing",
         "_unallowed",
         "_waiter",
@@ -108,7 +123,9 @@ class ReceivedCall:
         """Bytes the client accepts."""
         self._side = side
         self._messages: deque[bytes] = deque()
-        self._reader = MessageReader(MAX_MESSAGE_BYTES)
+        may_compress = headers.get(b"grpc-encoding") in _COMPRESSIONS
+        self._reader = MessageReader(MAX_MESSAGE_BYTES, may_compress=may_compress)
+        self._metadata: tuple[tuple[str, str | bytes], ...] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
         self._unallowed = 0
@@ -121,6 +138,12 @@ class ReceivedCall:
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailing: _Trailing = ()
+        self._deadline: float | None = None
+        """When the client gives up, by the loop's clock; None for never."""
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout := _TIMEOUT.fullmatch(headers.get(b"grpc-timeout", b"")):
+            self._deadline = side.loop.time() + int(timeout[1]) * _UNIT_SECONDS[timeout[2]]
+            self._timer = side.loop.call_at(self._deadline, self._expire)
 
     async def read(self) -> Any:
         """Returns the next message; grpc.aio.EOF if the client sends no more."""
@@ -137,7 +160,17 @@ class ReceivedCall:
         self._queued -= len(message)
         self._side.received.bytes -= len(message)
         self._allow()
+        if isinstance(message, Compressed):
+            message = await self._decompressed(message)
         return message if self.parse is None else self.parse(message)
+
+    async def _decompressed(self, message: bytes) -> bytes:
+        try:
+            return await asyncio.to_thread(_decompress, message)
+        except (MessageTooLong, ValueError, zlib.error) as error:
+            is_long = isinstance(error, MessageTooLong)
+            self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.INTERNAL, str(error))
+            raise asyncio.CancelledError from None  # As for a call that its client has left.
 
     async def requests(self) -> AsyncIterator[Any]:
         """Yields the messages."""
@@ -176,9 +209,23 @@ class ReceivedCall:
         """Sets the metadata sent with the status."""
         self._trailing = trailing_metadata
 
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Returns the client's metadata."""
-        return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in self.headers.items())
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """Returns the client's metadata. The values of an entry that it sent several times are joined with commas."""
+        if self._metadata is None:
+            self._metadata = tuple(
+                (name.decode("latin-1"), _from_base64(value) if name.endswith(b"-bin") else value.decode("latin-1"))
+                for name, value in self.headers.items()
+                if not name.startswith(b":")
+            )
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        """Returns the seconds until the client gives up; None if it never does."""
+        return None if self._deadline is None else max(0.0, self._deadline - self._side.loop.time())
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the names in the client's certificate; empty if it showed none that is valid."""
+        return self._side.names
 
     def peer(self) -> str:
         """Returns the client's address, as gRPC names it."""
@@ -234,6 +281,9 @@ class ReceivedCall:
         self.finish()
         self.on_cancelled()
 
+    def _expire(self) -> None:
+        self._fail(grpc.StatusCode.DEADLINE_EXCEEDED, "the time of the call is over")
+
     def cancelled(self) -> None:
         """Ends the call because the client left it, or the connection is lost."""
         self._side.drop(self)
@@ -242,6 +292,8 @@ class ReceivedCall:
     def closed(self) -> None:
         """Forgets the unread messages."""
         self.is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._side.received.bytes -= self._queued + len(self._reader)
         self._queued = 0
         self._messages.clear()
@@ -276,6 +328,29 @@ class ReceivedCall:
 _OK: Final = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple("grpc-status", "0")])
 
 
+def _decompress(message: bytes) -> bytes:
+    """Returns the content of a compressed message.
+
+    Raises:
+        MessageTooLong: it is too long.
+        ValueError, zlib.error: it is not compressed, or cut off.
+    """
+    decompressor = zlib.decompressobj(_ANY_FORMAT)
+    content = decompressor.decompress(message, MAX_MESSAGE_BYTES)
+    if decompressor.unconsumed_tail:
+        raise MessageTooLong(f"expected messages of at most {MAX_MESSAGE_BYTES} bytes, received a longer one")
+    if not decompressor.eof:
+        raise ValueError("received a compressed message that is cut off")
+    return content
+
+
+def _from_base64(value: bytes) -> bytes:
+    try:
+        return base64.b64decode(value + b"=" * (-len(value) % 4))
+    except ValueError:
+        return value
+
+
 class ReceivedCalls(Http2Side):
     """The calls of one connection. ``take`` returns the bytes to write, ``receive`` processes those read."""
 
@@ -290,6 +365,8 @@ class ReceivedCalls(Http2Side):
         super().__init__()
         self.loop = asyncio.get_running_loop()
         self.peer = peer
+        self.names: tuple[str, ...] = ()
+        """Names in the client's certificate."""
         self.received = received
         self.has_begun = False
         """Whether the client has shown that it speaks HTTP/2."""

@@ -9,6 +9,8 @@ from kvrouter.net.http2.endpoint import ConnectionLost, Endpoint
 from kvrouter.net.http2.received_calls import Received, ReceivedCall, ReceivedCalls
 from kvrouter.net.http2.side import Http2Violation
 
+_MAPPED = "::ffff:"
+"""Begins an address of IPv4 on a socket for both families."""
 _MOST_IDLE_CHECKS = 30
 """Checks without a call after which a connection is closed; clients connect again when they call."""
 
@@ -37,7 +39,10 @@ class ServerConnection(Endpoint):
         """Implements asyncio.Protocol."""
         self._connections.add(self)
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]  # It may have left already.
+        host = host.removeprefix(_MAPPED)
         self.calls.peer = f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
+        certificate = transport.get_extra_info("peercert") or {}
+        self.calls.names = tuple(name for _, name in certificate.get("subjectAltName", ()))
         super().connection_made(transport)
 
     def end(self, error: Exception) -> None:

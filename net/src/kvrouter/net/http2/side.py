@@ -78,15 +78,20 @@ def prefixed(message: bytes) -> bytes:
     return _PREFIX.pack(0, len(message)) + message
 
 
+class Compressed(bytes):
+    """A compressed message."""
+
+
 class MessageReader:
     """Splits the data of one call into messages."""
 
-    __slots__ = ("_begun", "_max_bytes")
+    __slots__ = ("_begun", "_max_bytes", "_may_compress")
 
-    def __init__(self, max_bytes: int) -> None:
-        """``max_bytes`` is the maximum size of a message."""
+    def __init__(self, max_bytes: int, *, may_compress: bool = False) -> None:
+        """``max_bytes`` is the maximum size of a message as sent; ``may_compress``: it may be compressed."""
         self._begun = bytearray()
         self._max_bytes = max_bytes
+        self._may_compress = may_compress
 
     def __len__(self) -> int:
         """Returns the size of the message that has begun, bytes."""
@@ -100,19 +105,20 @@ class MessageReader:
         """
         begun = self._begun
         if not begun and len(payload) >= _PREFIX_BYTES and self._size(payload) == len(payload):
-            deliver(payload[_PREFIX_BYTES:])
+            message = payload[_PREFIX_BYTES:]
+            deliver(Compressed(message) if payload[0] else message)
             return
         begun += payload
         while len(begun) >= _PREFIX_BYTES and len(begun) >= (size := self._size(begun)):
-            message = bytes(begun[_PREFIX_BYTES:size])
+            message = (Compressed if begun[0] else bytes)(begun[_PREFIX_BYTES:size])
             del begun[:size]
             deliver(message)
 
     def _size(self, data: bytes | bytearray) -> int:
         """Returns the size of a message with its prefix."""
         compressed, length = _PREFIX.unpack_from(data)
-        if compressed:
-            raise Http2Violation("expected messages that are not compressed, received a compressed one")
+        if compressed and not self._may_compress:
+            raise Http2Violation("received a compressed message in a call without a known compression")
         if length > self._max_bytes:
             raise MessageTooLong(f"expected messages of at most {self._max_bytes} bytes, received {length}")
         return int(length) + _PREFIX_BYTES
@@ -296,9 +302,13 @@ class Http2Side(ABC):
         table = self._decoder.header_table
         before = table.maxsize, *table.dynamic_entries
         try:
-            headers = dict(self._decoder.decode(block, raw=True))
+            fields = self._decoder.decode(block, raw=True)
         except hpack.HPACKError as error:
             raise Http2Violation(f"received headers that cannot be decoded: {error}") from None
+        headers = dict(fields)
+        if len(headers) < len(fields):
+            for name in headers:
+                headers[name] = b", ".join(value for each, value in fields if each == name)
         if before != (table.maxsize, *table.dynamic_entries):
             self._known_blocks.clear()
         elif len(self._known_blocks) < _MOST_KNOWN_BLOCKS:

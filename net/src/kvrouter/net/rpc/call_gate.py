@@ -1,7 +1,6 @@
 """Decides about each call of a gRPC server before a byte of its request is read.
 
-gRPC reads and parses the request of a unary call before the handler runs, so a client without a credential could
-make a server receive 64 MiB, or wait for the rest of them for ever. Here, every call begins as a stream: the peer is
+A client without a credential cannot make a server receive 64 MiB, or wait for the rest of them for ever: the peer is
 checked, then the request is read within a time limit, then the handler runs.
 """
 
@@ -16,7 +15,8 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import DecodeError
 from kvrouter.net.budgets import TokenBucket
-from kvrouter.net.calls import SERVICE as CALL_STREAMS, Context, PeerCheck
+from kvrouter.net.calls import SERVICE as CALL_STREAMS, PeerCheck
+from kvrouter.net.http2 import ReceivedCall
 from kvrouter.net.http2.options import MAX_CALLS
 from kvrouter.net.rpc.peer_conduct import EvictableCalls, PeerConduct
 from kvrouter.v1.error_encoding import set_error
@@ -39,10 +39,11 @@ _MAX_REFUSAL_SECONDS = 5.0
 _MAX_WAITING_REFUSALS = 1_024
 """Maximum number of waiting refusals; a further one ends the wait of the oldest."""
 
-_Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+_Serve = Callable[[ReceivedCall], Awaitable[None]]
+"""Serves a call."""
 
 
-class CallGate(grpc.aio.ServerInterceptor):
+class CallGate:
     """Admits the calls of a server. Calls for everybody have a bound of their own, and take no room from others."""
 
     def __init__(
@@ -70,35 +71,19 @@ class CallGate(grpc.aio.ServerInterceptor):
         self._refusal_turns = TokenBucket(
             _REFUSALS_PER_SECOND, _REFUSALS_PER_SECOND, _REFUSALS_PER_SECOND * _MAX_REFUSAL_SECONDS
         )
-        self._handlers: dict[str, Any] = {}
-        self._unknown: Any = grpc.stream_stream_rpc_method_handler(self._refuse_unknown)
 
-    async def intercept_service(
-        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
-        """Implements grpc.aio.ServerInterceptor."""
-        path = str(handler_call_details.method)
-        known = self._handlers.get(path)
-        if known is not None:
-            return known
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return self._unknown
-        gated = self._handlers[path] = self._gated(handler, path.removeprefix("/"))
-        return gated
+    def gated(self, handler: Any, method: str) -> _Serve:
+        """Returns the function that serves the calls of a method by its handler, as far as they are admitted."""
+        is_open = method.startswith(_FOR_EVERYBODY)
+        run = _behaviour(handler, _OPEN_SECONDS if is_open else _REQUEST_SECONDS)
+        return self._open(run, method) if is_open else self._admitting(run, method)
 
-    def _gated(self, handler: Any, method: str) -> Any:
-        run = _behaviour(handler, _OPEN_SECONDS if method.startswith(_FOR_EVERYBODY) else _REQUEST_SECONDS)
-        gated = self._open(run, method) if method.startswith(_FOR_EVERYBODY) else self._admitting(run, method)
-        parse = handler.request_deserializer if handler.request_streaming else None
-        return grpc.stream_stream_rpc_method_handler(gated, parse, handler.response_serializer)
-
-    def _admitting(self, run: Callable[[Any, Context], Awaitable[None]], method: str) -> Callable[..., Awaitable[None]]:
+    def _admitting(self, run: _Serve, method: str) -> _Serve:
         check = self._check
         # Whether a call stream is admitted is decided when it opens.
         opens_stream = method.startswith(CALL_STREAMS)
 
-        async def admit(incoming: Any, context: Context) -> None:
+        async def admit(context: ReceivedCall) -> None:
             peer = context.peer()
             if self.calls >= self.max_calls:
                 refused: KvRouterError = TooLarge(f"the server runs its {self.max_calls} calls already")
@@ -118,7 +103,7 @@ class CallGate(grpc.aio.ServerInterceptor):
                         self.conduct.admitted(peer)
                     self.calls += 1
                     try:
-                        await run(incoming, context)
+                        await run(context)
                     finally:
                         self.calls -= 1
                     return
@@ -134,15 +119,15 @@ class CallGate(grpc.aio.ServerInterceptor):
                     with self.refusals.running(timeout):
                         await asyncio.sleep(seconds)
 
-    def _open(self, run: Callable[[Any, Context], Awaitable[None]], method: str) -> Callable[..., Awaitable[None]]:
+    def _open(self, run: _Serve, method: str) -> _Serve:
         seconds = None if method == _LASTING else _OPEN_SECONDS
 
-        async def serve(incoming: Any, context: Context) -> None:
+        async def serve(context: ReceivedCall) -> None:
             self.conduct.without_credential(context.peer())
             try:
                 async with asyncio.timeout(seconds) as timeout:
                     with self.for_everybody.running(timeout):
-                        await run(incoming, context)
+                        await run(context)
             except TimeoutError:
                 error = KvRouterError(
                     "the call took too long, or others came",
@@ -154,18 +139,21 @@ class CallGate(grpc.aio.ServerInterceptor):
 
         return serve
 
-    async def _refuse_unknown(self, _incoming: Any, context: Context) -> None:
+    async def refuse_unknown(self, context: ReceivedCall) -> None:
+        """Serves a call of a method without a handler."""
         self.conduct.without_credential(context.peer())
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("the server has no such method")
 
 
-def _behaviour(handler: Any, seconds: float) -> Callable[[Any, Context], Awaitable[None]]:
+def _behaviour(handler: Any, seconds: float) -> _Serve:
     """Returns a function for a call: reads the request within a time limit, runs the handler, writes its responses."""
     behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     parse = handler.request_deserializer or _unparsed
 
-    async def read(context: Context) -> Any:
+    async def request(context: ReceivedCall) -> Any:
+        if handler.request_streaming:
+            return context.requests()
         try:
             async with asyncio.timeout(seconds):
                 encoded = await context.read()
@@ -175,19 +163,21 @@ def _behaviour(handler: Any, seconds: float) -> Callable[[Any, Context], Awaitab
             raise _Unreadable("expected a request, received none")
         return parse(encoded)
 
-    async def respond(incoming: Any, context: Context) -> None:
+    async def respond(context: ReceivedCall) -> None:
         # The request is kept in no variable here: a handler may drop it long before the call ends.
         if inspect.isasyncgenfunction(behaviour):
-            async for response in behaviour(incoming if handler.request_streaming else await read(context), context):
+            async for response in behaviour(await request(context), context):
                 await context.write(response)
             return
-        answer = await behaviour(incoming if handler.request_streaming else await read(context), context)
+        answer = await behaviour(await request(context), context)
         if not handler.response_streaming and answer is not None:
             await context.write(answer)
 
-    async def run(incoming: Any, context: Context) -> None:
+    async def run(context: ReceivedCall) -> None:
+        context.serialize = handler.response_serializer
+        context.parse = handler.request_deserializer if handler.request_streaming else None
         try:
-            await respond(incoming, context)
+            await respond(context)
         except _Unreadable as unreadable:
             cause = str(unreadable)
         except DecodeError:

@@ -7,24 +7,39 @@ that arrive together are one read, and their answers one write.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import socket
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
-from kvrouter.net.http2.options import MAX_PENDING_CALLS
 from kvrouter.net.http2.received_calls import Received, ReceivedCall
 from kvrouter.net.http2.server_connection import ServerConnection
 from kvrouter.net.logs import get_logger
 from kvrouter.net.rpc.call_gate import CallGate
-from kvrouter.net.rpc.server import BindFailed, Handlers
 from kvrouter.net.tls import Tls, check_port
 
 log = get_logger(__name__)
 
 _HANDSHAKE_SECONDS = 10.0
+_BACKLOG = 4_096
+"""Maximum number of connections in wait for the event loop."""
 _ANY_HOST = ("", "0.0.0.0", "::")  # noqa: S104 - as gRPC, which listens for both families then
+
+
+class BindFailed(Exception):
+    """An address cannot be listened on: it is in use, or not an address of this machine."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(f"cannot listen on {address}: it is in use, or not an address of this machine")
+
+
+class Handlers(Protocol):
+    """A server before its start, which takes the handlers of services."""
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler], /) -> None:
+        """Adds handlers."""
 
 
 @dataclass(slots=True)
@@ -38,13 +53,17 @@ class _Details:
 class LoopServer(Handlers):
     """Serves the methods a gate admits. Add handlers as to a grpc.aio.Server, start it, and stop it in the end."""
 
-    def __init__(self, gate: CallGate) -> None:
-        """Creates a server without a port."""
+    def __init__(self, gate: CallGate, *, reuse_port: bool = False) -> None:
+        """Creates a server without a port. ``reuse_port``: whether other processes may listen on the same port."""
         self.received = Received()
         """Size of the messages it holds, at most ``received_calls.MAX_RECEIVED_BYTES``."""
         self._gate = gate
+        self._reuse_port = reuse_port
         self._services: list[grpc.GenericRpcHandler] = []
-        self._connections: set[ServerConnection] = set()
+        self._gated: dict[str, Callable[[ReceivedCall], Awaitable[None]]] = {}
+        """How calls are served, by path."""
+        self.connections: set[ServerConnection] = set()
+        """The open connections."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -63,33 +82,49 @@ class LoopServer(Handlers):
             InvalidTls: TLS is enabled without a certificate.
         """
         check_port(bind, tls)
-        host, _, port = bind.rpartition(":")
-        host = host.strip("[]")
         encrypted: dict[str, Any] = {}
         if tls is not None:
             encrypted = {"ssl": tls.server_context(grpc=True), "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: ServerConnection(self._connections, self.received, self._begin),
-                None if host in _ANY_HOST else host,
-                int(port),
-                backlog=MAX_PENDING_CALLS,
-                **encrypted,
-            )
-        except (OSError, ValueError):
+            listening = await self._listen(bind)
+        except (OSError, ValueError, OverflowError):
             raise BindFailed(bind) from None
-        bound: int = self._server.sockets[0].getsockname()[1]
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: ServerConnection(self.connections, self.received, self._begin),
+            sock=listening,
+            backlog=_BACKLOG,
+            **encrypted,
+        )
+        bound: int = listening.getsockname()[1]
         return bound
+
+    async def _listen(self, bind: str) -> socket.socket:
+        host, _, port = bind.rpartition(":")
+        host = host.strip("[]")
+        if host in _ANY_HOST:
+            is_dual = socket.has_dualstack_ipv6()
+            family, address = (socket.AF_INET6, "::") if is_dual else (socket.AF_INET, "")
+        else:
+            is_dual = False
+            found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            family, _, _, _, (address, *_) = found[0]
+        return socket.create_server(
+            (address, int(port)),
+            family=family,
+            backlog=_BACKLOG,
+            reuse_port=self._reuse_port,
+            dualstack_ipv6=is_dual,
+        )
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new calls, cancels running ones after ``grace_seconds``, and closes all connections."""
         if self._server is not None:
             self._server.close()
-        for connection in self._connections:
+        for connection in self.connections:
             connection.calls.drain()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_seconds)
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.end(ConnectionError("the server stops"))
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -102,18 +137,28 @@ class LoopServer(Handlers):
 
     async def _serve(self, call: ReceivedCall) -> None:
         try:
-            handler = await self._gate.intercept_service(self._find, _Details(call.path))
-            call.parse, call.serialize = handler.request_deserializer, handler.response_serializer
-            await handler.stream_stream(call.requests() if call.parse else None, call)
+            await (self._gated.get(call.path) or self._gate_of(call.path))(call)
         except grpc.aio.AbortError:
             pass
         except Exception:
             log.exception("call.failed", method=call.path)
             call.set_code(grpc.StatusCode.UNKNOWN)
             call.set_details("the call failed; the server's log has the cause")
-        call.on_cancelled = lambda: None
+        except asyncio.CancelledError:
+            if not call.is_over:
+                raise
+            # The client has left. If the task kept the exception, the call would live until the garbage collector runs.
+        call.on_cancelled = _ignore
         call.finish()
 
-    async def _find(self, details: Any) -> Any:
-        found = (service.service(details) for service in self._services)
-        return next((handler for handler in found if handler is not None), None)
+    def _gate_of(self, path: str) -> Callable[[ReceivedCall], Awaitable[None]]:
+        details: Any = _Details(path)
+        for service in self._services:
+            if (handler := service.service(details)) is not None:
+                gated = self._gated[path] = self._gate.gated(handler, path.removeprefix("/"))
+                return gated
+        return self._gate.refuse_unknown
+
+
+def _ignore() -> None:
+    pass

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import grpc.aio
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from kvrouter.net import trace_context
-from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE, CallStreamCounts, CallStreamServer, Context, PeerCheck
-from kvrouter.net.http2.options import MAX_CALLS, SERVER_OPTIONS
+from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE, CallStreamCounts, CallStreamServer, PeerCheck
+from kvrouter.net.http2 import ReceivedCall
+from kvrouter.net.http2.options import MAX_CALLS
 from kvrouter.net.rpc.call_gate import CallGate
-from kvrouter.net.tls import Tls, add_port
-
-
-class BindFailed(Exception):
-    """An address cannot be listened on: it is in use, or not an address of this machine."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(f"cannot listen on {address}: it is in use, or not an address of this machine")
-
-
-class Handlers(Protocol):
-    """A server before its start, which takes the handlers of services."""
-
-    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler], /) -> None:
-        """Adds handlers."""
+from kvrouter.net.rpc.loop_server import Handlers, LoopServer
+from kvrouter.net.tls import Tls
 
 
 class GrpcServer:
@@ -62,8 +50,9 @@ class GrpcServer:
         self.services: list[str] = []
         """Full names of the services."""
         self._tls = tls
-        options = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(reuse_port)}
-        self._server = grpc.aio.server(interceptors=[self.gate], options=list(options.items()))
+        self._server = LoopServer(self.gate, reuse_port=reuse_port)
+        self.received = self._server.received
+        """Size of the messages it holds."""
 
     def add(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
         """Serves a service by handlers of its methods, before the start."""
@@ -77,15 +66,10 @@ class GrpcServer:
             BindFailed: the port is in use or the address is not one of this machine's.
             InvalidTls: TLS is enabled without a certificate.
         """
-        self.call_streams.register(self._server)
+        self._server.add_generic_rpc_handlers((self.call_streams.handler(),))
         self.health.register(self._server)
         add_reflection(self._server, [*self.services, CALL_STREAM_SERVICE, HEALTH_SERVICE])
-        try:
-            port = add_port(self._server, bind, self._tls)
-        except RuntimeError:
-            raise BindFailed(bind) from None
-        self.gate.conduct.port = port
-        await self._server.start()
+        port = self.gate.conduct.port = await self._server.start(bind, self._tls)
         return port
 
     async def stop(self, grace_seconds: float) -> None:
@@ -93,9 +77,9 @@ class GrpcServer:
         await self._server.stop(grace_seconds)
 
 
-def received_trace_context(context: Context) -> str:
+def received_trace_context(context: ReceivedCall) -> str:
     """Returns the trace context (W3C traceparent) of a call; empty for none."""
-    for key, value in context.invocation_metadata() or ():
+    for key, value in context.invocation_metadata():
         if key == trace_context.HEADER:
             return trace_context.checked(value) if isinstance(value, str) else ""
     return ""
@@ -131,7 +115,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
         """Adds the service to a gRPC server before its start."""
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
-    async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse | None:  # noqa: N802 - gRPC's name
+    async def Check(self, request: HealthCheckRequest, context: ReceivedCall) -> HealthCheckResponse | None:  # noqa: N802 - gRPC's name
         """Implements grpc.health.v1.Health."""
         serving = self.serving.get(request.service)
         if serving is None:
@@ -139,7 +123,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
             return None
         return HealthCheckResponse(status=_SERVING if serving else _NOT_SERVING)
 
-    async def Watch(self, request: HealthCheckRequest, context: Context) -> None:  # noqa: N802 - gRPC's name
+    async def Watch(self, request: HealthCheckRequest, context: ReceivedCall) -> None:  # noqa: N802 - gRPC's name
         """Implements grpc.health.v1.Health."""
         service = request.service[:_MAX_NAME]
         last: HealthCheckResponse.ServingStatus.ValueType | None = None
@@ -148,25 +132,12 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
             status = HealthCheckResponse.SERVICE_UNKNOWN if serving is None else _SERVING if serving else _NOT_SERVING
             if status != last:
                 last = status
-                await _write(context, HealthCheckResponse(status=status))
+                await context.write(HealthCheckResponse(status=status))
             await changed.wait()
 
 
 _MAX_NAME = 256
 """Characters kept of a name; no service has a longer one."""
-_WRITE_SECONDS = 1.0
-"""Time for a write to complete after its call was cancelled, seconds."""
-
-
-async def _write(context: Context, response: HealthCheckResponse) -> None:
-    """Writes a response. A call cancelled meanwhile waits for it: gRPC cannot end a call before a write."""
-    writing = asyncio.ensure_future(context.write(response))
-    try:
-        await asyncio.shield(writing)
-    except asyncio.CancelledError:
-        await asyncio.wait({writing}, timeout=_WRITE_SECONDS)
-        writing.cancel()
-        raise
 
 
 V1_SERVICE = "grpc.reflection.v1.ServerReflection"

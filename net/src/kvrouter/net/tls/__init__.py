@@ -2,7 +2,7 @@
 
 from kvrouter.net.tls.certificates import ClientAuth, InvalidCertificate, InvalidTls, TlsOptions
 from kvrouter.net.tls.channel import open_channel
-from kvrouter.net.tls.tls import Tls, add_port, check_port, warn_if_exposed
+from kvrouter.net.tls.tls import Tls, check_port, warn_if_exposed
 
 __all__ = [
     "ClientAuth",
@@ -10,7 +10,6 @@ __all__ = [
     "InvalidTls",
     "Tls",
     "TlsOptions",
-    "add_port",
     "check_port",
     "open_channel",
     "warn_if_exposed",

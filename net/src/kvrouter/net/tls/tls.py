@@ -1,18 +1,16 @@
-"""The TLS of one process: credentials for its servers and clients, which follow the certificate files."""
+"""The TLS of one process: contexts for its servers and clients, which follow the certificate files."""
 
 from __future__ import annotations
 
 import ipaddress
 import ssl
 
-import grpc
-import grpc.aio
 from kvrouter.net.logs import get_logger
-from kvrouter.net.tls.certificates import CertificateFiles, Certificates, InvalidTls, TlsOptions
+from kvrouter.net.tls.certificates import CertificateFiles, InvalidTls, TlsOptions
 
 
 class Tls:
-    """Makes credentials from the files of one process. New connections use the files' newest valid content."""
+    """Makes contexts from the files of one process. New connections use the files' newest valid content."""
 
     def __init__(self, options: TlsOptions) -> None:
         """Reads the files.
@@ -35,27 +33,6 @@ class Tls:
     def serves(self) -> bool:
         """Whether there is a certificate for servers."""
         return bool(self.options.cert_file)
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns credentials for a gRPC server."""
-        used = self.files.current()
-        generation = used.generation
-
-        def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """Called by gRPC before each handshake."""
-            nonlocal generation
-            self.handshakes += 1
-            newest = self.files.current()
-            if newest.generation == generation:
-                return None
-            generation = newest.generation
-            return _server_configuration(newest)
-
-        return grpc.dynamic_ssl_server_credentials(
-            _server_configuration(used),
-            fetch,  # type: ignore[arg-type]  # None is for no change, which the stubs lack
-            require_client_authentication=self.options.client_auth == "required",
-        )
 
     def server_context(self, *, grpc: bool = False) -> ssl.SSLContext:
         """Returns a context for an HTTP server, or for a gRPC server on the event loop."""
@@ -90,26 +67,7 @@ class Tls:
         return f"{role}.{self.options.peer_domain}" if role and self.options.peer_domain else ""
 
 
-def _server_configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
-    assert certificates.key is not None  # noqa: S101 - callers ask for ``serves`` first
-    assert certificates.chain is not None  # noqa: S101
-    return grpc.ssl_server_certificate_configuration(
-        [(certificates.key, certificates.chain)], root_certificates=certificates.authorities
-    )
-
-
 log = get_logger(__name__)
-
-
-def add_port(server: grpc.aio.Server, bind: str, tls: Tls | None) -> int:
-    """Adds a port to a server before its start, and returns its number.
-
-    Raises:
-        InvalidTls: TLS is enabled without a certificate.
-        RuntimeError: the port is in use or the address is not one of this machine's.
-    """
-    check_port(bind, tls)
-    return server.add_insecure_port(bind) if tls is None else server.add_secure_port(bind, tls.server_credentials())
 
 
 def check_port(bind: str, tls: Tls | None) -> None:

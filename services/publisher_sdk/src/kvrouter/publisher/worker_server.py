@@ -8,14 +8,16 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import grpc.aio
+import grpc
 from google.protobuf.message import DecodeError, Message
 from kvrouter.net import trace_context
 from kvrouter.net.auth import CallerCheck, ServiceToken
 from kvrouter.net.calls import ServerCall
+from kvrouter.net.http2 import ReceivedCall
 from kvrouter.net.logs import get_logger
 from kvrouter.net.model_files import PIECE_BYTES, InvalidModelFiles, describe_files, model_directory, read_model_files
-from kvrouter.net.rpc.server import BindFailed, GrpcServer, received_trace_context
+from kvrouter.net.rpc.loop_server import BindFailed
+from kvrouter.net.rpc.server import GrpcServer, received_trace_context
 from kvrouter.net.tls import Tls
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import EventsGone, InvalidConfig, RequestRefused
@@ -83,8 +85,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["WorkerService"].full_name
 """Full name of the service, for health and reflection."""
 
 _M = TypeVar("_M", bound=Message)
-_Context = grpc.aio.ServicerContext[Any, Any]
-_Handler = Callable[[bytes, _Context], Awaitable[Message | None]]
+_Handler = Callable[[bytes, ReceivedCall], Awaitable[Message | None]]
 
 
 @dataclass(eq=False)
@@ -165,7 +166,7 @@ class WorkerServer:
             self._draining_streams.cancel()
             await asyncio.wait({self._draining_streams})
 
-    async def _generate(self, data: bytes, context: _Context) -> None:
+    async def _generate(self, data: bytes, context: ReceivedCall) -> None:
         call = GenerateCall()
         with trace_context.entered(received_trace_context(context)):
             self._start(data, call)
@@ -215,11 +216,11 @@ class WorkerServer:
         with traced.starting():
             self._requests.start(request, traced)
 
-    async def _abort(self, data: bytes, _: _Context | ServerCall) -> pb.AbortResponse:
+    async def _abort(self, data: bytes, _: ReceivedCall | ServerCall) -> pb.AbortResponse:
         request = _parse(pb.AbortRequest, data)
         return pb.AbortResponse(aborted=await self._requests.abort(list(request.request_ids)))
 
-    async def _get_rank_state(self, data: bytes, context: _Context) -> None:
+    async def _get_rank_state(self, data: bytes, context: ReceivedCall) -> None:
         rank = self._rank(_parse(pb.GetRankStateRequest, data).dp_rank)
         # In a thread, as in GetEvents: encoding a large rank on the loop would delay the output of other requests.
         chunks = await asyncio.to_thread(rank.state_chunks)
@@ -227,7 +228,7 @@ class WorkerServer:
             # Waits until the client reads it, so that a slow client does not make the worker buffer the whole response.
             await context.write(chunk)
 
-    async def _get_events(self, data: bytes, context: _Context) -> None:
+    async def _get_events(self, data: bytes, context: ReceivedCall) -> None:
         request = _parse(pb.GetEventsRequest, data)
         rank = self._rank(request.dp_rank)
         try:
@@ -244,11 +245,11 @@ class WorkerServer:
         while (response := await asyncio.to_thread(_next_encoded, responses)) is not None:
             await context.write(response)
 
-    async def _get_load(self, data: bytes, _context: _Context) -> pb.GetLoadResponse:
+    async def _get_load(self, data: bytes, _context: ReceivedCall) -> pb.GetLoadResponse:
         _parse(pb.GetLoadRequest, data)
         return self.load()
 
-    async def _get_model_file(self, data: bytes, context: _Context) -> None:
+    async def _get_model_file(self, data: bytes, context: ReceivedCall) -> None:
         request = _parse(pb.GetModelFileRequest, data)
         pieces = self.files.pieces(request.sha256)
         try:
@@ -279,7 +280,7 @@ class WorkerServer:
     def _guarded(self, handler: _Handler) -> _Handler:
         """Converts exceptions of a handler to a status: RequestRefused with its details, all others to INTERNAL."""
 
-        async def guarded(data: bytes, context: _Context) -> Message | None:
+        async def guarded(data: bytes, context: ReceivedCall) -> Message | None:
             try:
                 return await handler(data, context)
             except KvRouterError as refusal:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from aiohttp import web
 from kvrouter.net.budgets import TokenBucket
-from kvrouter.net.rpc.server import BindFailed
+from kvrouter.net.rpc.loop_server import BindFailed
 from kvrouter.net.tls import Tls, warn_if_exposed
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.http_connections import END_OF_HEADERS, MAX_HELD_BYTES, JsonRequestHandler, StrangerTurns, ending

@@ -12,7 +12,7 @@ from functools import partial
 
 import structlog
 from google.protobuf.descriptor import ServiceDescriptor
-from kvrouter.net.rpc.server import BindFailed
+from kvrouter.net.rpc.loop_server import BindFailed
 from kvrouter.runtime.contracts import SERVICES
 from kvrouter.runtime.process.context import Runtime
 from kvrouter.runtime.rpc import Guard, RpcServer

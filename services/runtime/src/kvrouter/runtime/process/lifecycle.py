@@ -17,7 +17,7 @@ import uvloop
 from kvrouter import core
 from kvrouter.net.etcd import InvalidEndpoint, KeyTaken
 from kvrouter.net.nats.access import InvalidNats
-from kvrouter.net.rpc.server import BindFailed
+from kvrouter.net.rpc.loop_server import BindFailed
 from kvrouter.net.secret_files import UnreadableSecret
 from kvrouter.net.tls import InvalidCertificate
 from kvrouter.runtime.config.settings import ServiceSettings

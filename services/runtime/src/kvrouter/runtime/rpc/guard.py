@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from kvrouter.net.auth import CallerCheck, CallerPeer
-from kvrouter.net.calls import Context
+from kvrouter.net.http2 import ReceivedCall
 from kvrouter.v1.errors import KvRouterError, Unauthenticated
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
@@ -53,10 +53,10 @@ class GuardedPeers:
         """Guards a service, such as kvrouter.v1.FrontendService."""
         self._guards[service] = guard
 
-    def peer(self, context: Context) -> GuardedPeer:
+    def peer(self, context: ReceivedCall) -> GuardedPeer:
         """Returns the peer of a call."""
         caller = None if self._callers is None else self._callers.peer(context)
-        return GuardedPeer(caller, self._guards, tuple(context.invocation_metadata() or ()))
+        return GuardedPeer(caller, self._guards, context.invocation_metadata())
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,14 @@ from dataclasses import replace
 from inspect import isawaitable
 from typing import Any, TypeVar
 
-import grpc.aio
+import grpc
 import structlog
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from kvrouter.net import trace_context
 from kvrouter.net.auth import CallerCheck
 from kvrouter.net.calls import CallStreamCounts, ServerCall
+from kvrouter.net.http2 import ReceivedCall
 from kvrouter.net.http2.options import MAX_CALLS
 from kvrouter.net.rpc.server import GrpcServer, received_trace_context
 from kvrouter.net.tls import Tls
@@ -44,9 +45,6 @@ _LAST_WORDS_SECONDS = 0.5
 """Time for the responses of refused calls to reach their clients before connections are closed."""
 
 _ALONE = trace_context.Companions()
-
-_Context = grpc.aio.ServicerContext[Any, Any]
-
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -190,7 +188,7 @@ class RpcServer:
         starts_traces = method.full_name in STARTS_TRACES
         parse = request_parser(method, limits)
 
-        async def handle(incoming: Any, context: _Context) -> Any:
+        async def handle(incoming: Any, context: ReceivedCall) -> Any:
             # An exception stored in this frame would keep the frame and the request alive until the cyclic garbage
             # collector runs. ``context.abort`` stores one as well, so the status is set instead.
             try:
@@ -231,11 +229,11 @@ class RpcServer:
                 self._idle.set()
 
 
-def _admitted(guard: Guard | None, path: str, context: _Context, size: int) -> AbstractContextManager[None]:
-    return UNGUARDED if guard is None else guard.admit(path, tuple(context.invocation_metadata() or ()), size)
+def _admitted(guard: Guard | None, path: str, context: ReceivedCall, size: int) -> AbstractContextManager[None]:
+    return UNGUARDED if guard is None else guard.admit(path, context.invocation_metadata(), size)
 
 
-async def _answer_once(bound: Callable[..., Any], request: Any, context: _Context) -> Any:
+async def _answer_once(bound: Callable[..., Any], request: Any, context: ReceivedCall) -> Any:
     deadline = _deadline_of(context)
     if isinstance(request, Message):
         deadline = deadline.or_after(_UNARY_DEFAULT_SECONDS)
@@ -250,7 +248,7 @@ async def _answer_once(bound: Callable[..., Any], request: Any, context: _Contex
         raise DeadlineExceeded from None
 
 
-async def _answer_in_pieces(bound: Callable[..., Any], request: Any, context: _Context) -> None:
+async def _answer_in_pieces(bound: Callable[..., Any], request: Any, context: ReceivedCall) -> None:
     async with aclosing(bound(request, deadline=_deadline_of(context))) as responses:
         async for response in responses:
             await context.write(response)
@@ -260,15 +258,15 @@ def _bound_method(implementation: object, name: str) -> Callable[..., Any] | Non
     return getattr(implementation, f"{name}_encoded", None) or getattr(implementation, name, None)
 
 
-def _deadline_of(context: _Context) -> Deadline:
+def _deadline_of(context: ReceivedCall) -> Deadline:
     remaining = context.time_remaining()
     return Deadline.never() if remaining is None else Deadline.after(remaining)
 
 
-def _companions_of(context: _Context) -> trace_context.Companions:
+def _companions_of(context: ReceivedCall) -> trace_context.Companions:
     """Returns the companions of the client's trace context."""
     received: dict[str, list[str]] = {trace_context.STATE_HEADER: [], trace_context.BAGGAGE_HEADER: []}
-    for key, value in context.invocation_metadata() or ():
+    for key, value in context.invocation_metadata():
         if key in received and isinstance(value, str):
             received[key].append(value)
     tracestate, baggage = received.values()

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER
 from kvrouter.frontend.proxy.endpoint_picker import responses
@@ -23,6 +23,7 @@ from kvrouter.frontend.proxy.endpoint_picker.gateway_request import GatewayReque
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.endpoint_picker.responses import code_details, header_list, served_endpoint
 from kvrouter.frontend.proxy.engine_response import EngineResponse
+from kvrouter.net.http2 import ReceivedCall
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.texts import rank_text, text_of
@@ -49,9 +50,6 @@ class PickerMetrics:
         )
 
 
-Context = grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
-
-
 _REQUEST_BODY_MODES = (ProcessingMode.FULL_DUPLEX_STREAMED, ProcessingMode.BUFFERED)
 """Modes in which the picker can change a response."""
 _SHORT_SECONDS = 0.25
@@ -69,7 +67,7 @@ class _GatewayLeft(Exception):
 class Exchange:
     """One request and its response. Call ``run`` once."""
 
-    def __init__(self, context: Context, picker: Picker, metrics: PickerMetrics) -> None:
+    def __init__(self, context: ReceivedCall, picker: Picker, metrics: PickerMetrics) -> None:
         self._context = context
         self._metrics = metrics
         self._request = GatewayRequest(picker)

@@ -14,9 +14,9 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
     ExternalProcessorServicer,
     add_ExternalProcessorServicer_to_server,
 )
-from kvrouter.frontend.proxy.endpoint_picker.exchange import Context, Exchange, PickerMetrics
+from kvrouter.frontend.proxy.endpoint_picker.exchange import Exchange, PickerMetrics
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
-from kvrouter.net.http2.received_calls import MAX_RECEIVED_BYTES
+from kvrouter.net.http2.received_calls import MAX_RECEIVED_BYTES, ReceivedCall
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.net.rpc.peer_conduct import EvictableCalls, PeerConduct
@@ -60,7 +60,7 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
         """Returns when no request is in progress."""
         await self._idle.wait()
 
-    async def Process(self, request_iterator: Any, context: Context) -> None:  # noqa: ARG002, N802 - gRPC's names
+    async def Process(self, request_iterator: Any, context: ReceivedCall) -> None:  # noqa: ARG002, N802 - gRPC's names
         """Processes one HTTP request of the gateway. A picker that is not ready leaves it to the gateway."""
         if not self._picker.ready:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the endpoint picker is not ready")
@@ -82,7 +82,7 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
             if not self.running:
                 self._idle.set()
 
-    async def _exchange(self, context: Context) -> bool:
+    async def _exchange(self, context: ReceivedCall) -> bool:
         """Processes a request. Returns False if its stream was ended because it brought no caller in time."""
         peer = context.peer()
         timeout = asyncio.timeout(_OPENING_SECONDS)
