@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-import grpc.aio
-from kvrouter.net.budgets import loop_budget
+import grpc
 from kvrouter.net.calls.errors import ProtocolViolation, parse
 from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.server_call import Method, Peer, ServerCall
@@ -19,9 +18,6 @@ from kvrouter.v1.errors import BadRequest, KvRouterError
 
 log = get_logger(__name__)
 
-_MESSAGE_US = 50
-"""CPU time to take in a message with one call, microseconds."""
-_BYTES_PER_US = 50
 _TICK_SECONDS = 1.0
 _SILENT_TICKS = 10
 """Consecutive ticks without a message after which a client with pings is gone."""
@@ -29,9 +25,6 @@ _IDLE_TICKS = 300
 """Consecutive ticks without a call after which the stream of a client without pings ends."""
 _LAST_CALL_TICKS = 60
 """Ticks for running calls to end once the client's credential is no longer valid."""
-_LAST_WRITE_SECONDS = 1.0
-"""Time for a write to finish before the stream ends with a status, seconds. gRPC cannot send one during the first
-write; a later write that takes so long is cancelled."""
 
 
 class StreamConnection:
@@ -63,16 +56,13 @@ class StreamConnection:
         """
         self._context = context
         self._counts = counts
-        self._wakeup = asyncio.Event()
         self._ended: asyncio.Future[ProtocolViolation | str] = asyncio.get_running_loop().create_future()
         """Why the stream ends."""
-        self._half_closed = False
         self._drained_reason = "draining"
-        self._stopping = False
         self.stream = ServerStream(
-            parse(OpenCallStreamRequest, first, limits), methods, limits, counts, self._wakeup.set, run
+            parse(OpenCallStreamRequest, first, limits), methods, limits, counts, context.wake, run
         )
-        self.stream.metadata = tuple(context.invocation_metadata() or ())
+        self.stream.metadata = context.invocation_metadata()
         self.stream.on_overflow = self._overflow
         self._peer = peer
         self._methods = [method.name for method in methods]
@@ -85,28 +75,20 @@ class StreamConnection:
         counts.opened += 1
         counts.streams += 1
         log.info("call_stream.opened", client=self.stream.client_name)
-        writing = asyncio.create_task(self._write(), name="call-stream-write")
-        tasks = [
-            writing,
-            asyncio.create_task(self._read(), name="call-stream-read"),
-            asyncio.create_task(self._watch(), name="call-stream-watch"),
-        ]
+        watching = asyncio.create_task(self._watch(), name="call-stream-watch")
         reason = "lost"
         try:
+            self._context.start(self._receive, self._half_closed, self._next_message)
             ended = await self._ended
             self.stream.lose()
-            self._stopping = True
-            self._wakeup.set()
-            await asyncio.wait([writing], timeout=_LAST_WRITE_SECONDS)
             if isinstance(ended, ProtocolViolation):
                 reason = ended.reason
                 refuse(self._context, ended)
             else:
                 reason = ended
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            watching.cancel()
+            await asyncio.wait([watching])
             self.stream.lose()
             counts.streams -= 1
             counts.ended[reason] += 1
@@ -122,29 +104,25 @@ class StreamConnection:
             ProtocolViolation("unread", "the client reads its responses too slowly", grpc.StatusCode.RESOURCE_EXHAUSTED)
         )
 
-    async def _read(self) -> None:
-        context, stream = self._context, self.stream
+    def _receive(self, message: bytes) -> None:
+        if self._ended.done():
+            return
         try:
-            while (message := await context.read()) is not grpc.aio.EOF:
-                await loop_budget().turn(_MESSAGE_US + len(message) // _BYTES_PER_US)
-                stream.receive(message)
+            self.stream.receive(message)
         except ProtocolViolation as violation:
             self.end(violation)
-            return
-        # The client sends nothing more, but reads the answers to what it has sent.
-        self._half_closed = True
-        stream.drain()
-        self._wakeup.set()
 
-    async def _write(self) -> None:
-        context, stream, wakeup = self._context, self.stream, self._wakeup
-        while not self._stopping:
-            await wakeup.wait()
-            wakeup.clear()
-            while not self._stopping and (message := stream.next_message()) is not None:
-                await context.write(message)
-            if stream.drained:
-                self.end("closed" if self._half_closed else self._drained_reason)
+    def _half_closed(self) -> None:
+        # The client reads the answers to what it has sent.
+        self._end_when_drained("closed")
+
+    def _next_message(self) -> bytes | None:
+        if self._ended.done():
+            return None
+        message = self.stream.next_message()
+        if message is None and self.stream.drained:
+            self.end(self._drained_reason)
+        return message
 
     async def _watch(self) -> None:
         """Ends the stream of a silent, idle or no longer admitted client.

@@ -86,6 +86,9 @@ class ReceivedCall:
         "_has_message",
         "_messages",
         "_metadata",
+        "_next_message",
+        "_on_half_closed",
+        "_on_message",
         "_queued",
         "_reader",
         "_room",
@@ -132,6 +135,9 @@ class ReceivedCall:
         """Bytes received since the client was last allowed more."""
         self._queued = 0
         """Bytes of ``_messages``."""
+        self._on_message: Callable[[bytes], None] | None = None
+        self._on_half_closed: Callable[[], None] = _ignore
+        self._next_message: Callable[[], bytes | None] = _nothing
         self._has_message = False
         self._half_closed = False
         self._has_begun = False
@@ -171,6 +177,45 @@ class ReceivedCall:
             is_long = isinstance(error, MessageTooLong)
             self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.INTERNAL, str(error))
             raise asyncio.CancelledError from None  # As for a call that its client has left.
+
+    def start(
+        self,
+        on_message: Callable[[bytes], None],
+        on_half_closed: Callable[[], None],
+        next_message: Callable[[], bytes | None],
+    ) -> None:
+        """Exchanges all further messages by functions in the place of ``read`` and ``write``.
+
+        They are called from the event loop. They must not block, and raise nothing.
+
+        Args:
+            on_message: Called with each message of the client.
+            on_half_closed: Called when the client sends no more.
+            next_message: Returns the next message to send, when there is room for one; None if none waits. Call
+                ``wake`` when there may be one again.
+        """
+        self._on_message, self._on_half_closed, self._next_message = on_message, on_half_closed, next_message
+        early = [*self._messages]
+        self._messages.clear()
+        self._side.received.bytes -= self._queued
+        self._queued = 0
+        for message in early:
+            on_message(message)
+        if self._half_closed:
+            on_half_closed()
+        self._allow()
+        self.wake()
+
+    def wake(self) -> None:
+        """Sends the messages of ``next_message`` with the connection's next write."""
+        self._side.pull(self)
+
+    def pull(self) -> None:
+        """Sends messages while there is room."""
+        while not (self.unsent or self.is_over) and (message := self._next_message()) is not None:
+            self.unsent = prefixed(message)
+            self._begin()
+            self._side.send(self)
 
     async def requests(self) -> AsyncIterator[Any]:
         """Yields the messages."""
@@ -270,6 +315,10 @@ class ReceivedCall:
             self._fail(code, str(refused))
         elif received.bytes > MAX_RECEIVED_BYTES:
             self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server holds too many messages")
+        elif self._on_message is not None:
+            self._allow()
+            if ends:
+                self._on_half_closed()
         elif self._waiter is not None:
             if (self._messages or ends) and not self._waiter.done():
                 self._waiter.set_result(None)
@@ -303,6 +352,8 @@ class ReceivedCall:
     def written(self) -> None:
         """Wakes the writer: nothing is unsent."""
         self.unsent = b""
+        if self._on_message is not None:
+            self.wake()
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
@@ -310,6 +361,9 @@ class ReceivedCall:
         side, size = self._side, len(message)
         side.earn(_ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE)
         self._has_message = True
+        if self._on_message is not None:
+            self._on_message(message)
+            return
         self._messages.append(message)
         self._queued += size
         side.received.bytes += size
@@ -326,6 +380,14 @@ class ReceivedCall:
 
 
 _OK: Final = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple("grpc-status", "0")])
+
+
+def _ignore() -> None:
+    pass
+
+
+def _nothing() -> None:
+    return None
 
 
 def _decompress(message: bytes) -> bytes:
@@ -378,6 +440,8 @@ class ReceivedCalls(Http2Side):
         self._last = 0
         self._is_draining = False
         self._waiting: dict[ReceivedCall, None] = {}
+        self._pulling: dict[ReceivedCall, None] = {}
+        """Calls whose next messages are to be taken."""
         self._unwritten = 0
         self._replies += (
             settings(
@@ -413,6 +477,9 @@ class ReceivedCalls(Http2Side):
 
     def take(self) -> bytes:
         """Returns the bytes to write now, and forgets them."""
+        pulling, self._pulling = self._pulling, {}
+        for call in pulling:
+            call.pull()
         taken, self._replies, self._unwritten = b"".join(self._replies), [], 0
         self._send_waiting()
         return taken
@@ -438,6 +505,11 @@ class ReceivedCalls(Http2Side):
             self.append(frame_header(size, Kind.DATA, 0, call.number) + data[start : start + size])
             start += size
         call.written()
+
+    def pull(self, call: ReceivedCall) -> None:
+        """Takes the next messages of a call with the next bytes to write."""
+        self._pulling[call] = None
+        self.wake()
 
     def earn(self, items: int) -> None:
         """Restores a part of the budget of frames without a message."""

@@ -64,10 +64,10 @@ class ServerConnection(Endpoint):
                 self.end(violation)
 
     def _flush(self) -> None:
-        self._woken = False
         transport = self._transport
         while transport is not None and not self._writing_paused and (data := self.calls.take()):
             transport.write(data)
+        self._woken = False
 
     def _ping(self) -> None:
         self.calls.ping()
