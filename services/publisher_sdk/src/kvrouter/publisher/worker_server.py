@@ -114,6 +114,8 @@ class WorkerServer:
         """Admits the calls."""
         self.call_streams = self._server.call_streams
         """The call streams."""
+        self.received = self._server.received
+        """Size of the messages it holds."""
         self._draining_streams: asyncio.Task[None] | None = None
 
     @property

@@ -76,6 +76,8 @@ class RpcServer:
         """Admits the calls."""
         self.call_streams = self._server.call_streams
         """The call streams."""
+        self.received = self._server.received
+        """Size of the messages it holds."""
         self._encrypted = tls is not None
         self.health = HealthBoard(self._server.health)
         """Readiness of the services; each starts as not ready."""

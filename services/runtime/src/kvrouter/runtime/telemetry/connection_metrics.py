@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import nats.errors
 from kvrouter.net.auth import CallerCheck
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
+from kvrouter.net.http2.received_calls import MAX_RECEIVED_BYTES, Received
 from kvrouter.net.nats.connection import NatsObserver
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.peer_conduct import PeerConduct
@@ -32,6 +33,10 @@ class GrpcServer(Protocol):
     def call_streams(self) -> CallStreamServer:
         """The call streams."""
 
+    @property
+    def received(self) -> Received:
+        """Size of the messages it holds."""
+
 
 Conducts = Callable[[], Iterable[PeerConduct]]
 
@@ -48,6 +53,7 @@ def expose_servers(registry: CollectorRegistry, servers: Callable[[], Iterable[G
     ) -> None:
         bounds.add(name, lambda: sum(map(used, servers())), lambda: sum(map(limit, servers())), when_full=when_full)
 
+    add("grpc_received_bytes", lambda each: each.received.bytes, lambda _: MAX_RECEIVED_BYTES)
     add("grpc_calls", lambda each: each.gate.calls, lambda each: each.gate.max_calls)
     add(
         "grpc_calls_for_everybody",
