@@ -56,9 +56,9 @@ def _relative(work: str, row: str, value: str, limits: dict[str, float]) -> tupl
 
 
 BARS: tuple[Bar, ...] = (
-    *_relative("1k in, 1 out, 16 at once: CPU", "1k", "cpu_us", {ONE_PROCESS: 1.25, SPLIT: 2.2}),
-    *_relative("8k in, 1 out, 16 at once: CPU", "8k", "cpu_us", {ONE_PROCESS: 1.25, SPLIT: 2.0}),
-    *_relative("1k in, 128 out, 64 at once: CPU", "stream", "cpu_us", {ONE_PROCESS: 1.15, SPLIT: 1.6}),
+    *_relative("1k in, 1 out, 16 at once: CPU", "1k", "cpu_us", {ONE_PROCESS: 1.0, SPLIT: 1.6}),
+    *_relative("8k in, 1 out, 16 at once: CPU", "8k", "cpu_us", {ONE_PROCESS: 1.0, SPLIT: 1.5}),
+    *_relative("1k in, 128 out, 64 at once: CPU", "stream", "cpu_us", {ONE_PROCESS: 0.75, SPLIT: 0.95}),
     *(Bar("a streamed token, 64 at once: CPU", "token", system, "cpu_us", 12) for system in (ONE_PROCESS, SPLIT)),
     *_relative("a streamed token, 64 at once: CPU", "token", "cpu_us", {ONE_PROCESS: 1.1, SPLIT: 1.1}),
     Bar("engine's side, a token, 64 at once: CPU of the SDK", "engine", "SDK", "cpu_us", 8),
@@ -76,7 +76,7 @@ BARS: tuple[Bar, ...] = (
         Bar("1k, 50/s: p99 that a prompt of 128k a second adds", BESIDE, system, "added_p99_ms", 20, unit="ms")
         for system in (ONE_PROCESS, SPLIT)
     ),
-    *_relative("1k in, 1 out, alone: p50", "alone-1k", "p50_us", {ONE_PROCESS: 1.9, SPLIT: 3.1}),
+    *_relative("1k in, 1 out, alone: p50", "alone-1k", "p50_us", {ONE_PROCESS: 1.4, SPLIT: 2.3}),
     Bar("1k words of text, 768 of them shared, 16 at once: CPU", "text-1k", ONE_PROCESS, "cpu_us", 1000),
     *_relative("1k words of text, nothing shared: CPU", "text-1k, nothing shared", "cpu_us", {ONE_PROCESS: 1.1}),
     Bar("decision, 16 candidates, 250 blocks", "decision", "kv", "p50_us", 25),
