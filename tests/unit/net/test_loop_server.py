@@ -303,3 +303,23 @@ async def test_one_port_serves_both_families() -> None:
         assert "ipv4" in peers
     finally:
         await server.stop(0.0)
+
+
+async def test_answers_to_streamed_messages_are_no_flood() -> None:
+    async def stream(_incoming: object, context: Context) -> None:
+        for _ in range(100):
+            await context.write(b"token")
+            await asyncio.sleep(0.001)  # A client answers each message that comes by itself.
+
+    async def read(channel: grpc.aio.Channel) -> int:
+        tokens, count = call(channel, "/test.Stream/Tokens"), 0
+        await tokens.done_writing()
+        while await tokens.read() is not grpc.aio.EOF:
+            count += 1
+        assert await tokens.code() is grpc.StatusCode.OK
+        return count
+
+    async with serving() as running, running.channel() as channel:
+        handlers = {"Tokens": grpc.stream_stream_rpc_method_handler(stream)}
+        running.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Stream", handlers),))
+        assert await asyncio.gather(*(read(channel) for _ in range(50))) == [100] * 50

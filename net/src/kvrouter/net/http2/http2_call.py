@@ -23,7 +23,15 @@ from kvrouter.net.http2.frames import (
     settings,
     window_update,
 )
-from kvrouter.net.http2.side import MAX_HEADER_BYTES, Http2Side, Http2Violation, MessageReader, prefixed, widened
+from kvrouter.net.http2.side import (
+    ITEMS_OF_SENT_FRAME,
+    MAX_HEADER_BYTES,
+    Http2Side,
+    Http2Violation,
+    MessageReader,
+    prefixed,
+    widened,
+)
 
 _STREAM: Final = 1
 """Number of the only stream."""
@@ -31,8 +39,6 @@ _WINDOW_BYTES: Final = 4 << 20
 """Bytes the server may send ahead of the reader. They are read at once, so this covers the way between the two."""
 _ITEMS_OF_MESSAGE: Final = 2
 """A message, sent alone, comes in a read and a frame."""
-_ITEMS_OF_SENT_FRAME: Final = 4
-"""Answers of a server to data: window updates of stream and connection, a measuring ping, settings."""
 _MAX_DETAILS: Final = 512
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _STATUS_DIGITS: Final = 3
@@ -137,7 +143,7 @@ class Http2Call(Http2Side):
                 break
             self._window -= size
             self._connection_window -= size
-            self._flood.earn(_ITEMS_OF_SENT_FRAME)
+            self._flood.earn(ITEMS_OF_SENT_FRAME)
             chunks.append(frame_header(size, Kind.DATA, 0, _STREAM))
             if size == len(self._unsent):
                 chunks.append(self._unsent)

@@ -29,6 +29,7 @@ from kvrouter.net.http2.frames import (
 )
 from kvrouter.net.http2.options import CONNECTION_CALLS, MAX_MESSAGE_BYTES
 from kvrouter.net.http2.side import (
+    ITEMS_OF_SENT_FRAME,
     MAX_HEADER_BYTES,
     Compressed,
     Http2Side,
@@ -502,6 +503,7 @@ class ReceivedCalls(Http2Side):
                 return
             call.window -= size
             self._connection_window -= size
+            self._flood.earn(ITEMS_OF_SENT_FRAME)
             self.append(frame_header(size, Kind.DATA, 0, call.number) + data[start : start + size])
             start += size
         call.written()

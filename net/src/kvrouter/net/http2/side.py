@@ -38,6 +38,9 @@ _MAX_REPLY_BYTES: Final = 64 << 10
 _FLOOD_ITEMS: Final = 1_000
 _FLOOD_SECONDS: Final = 10.0
 """Frames without a message a peer may send in this time. They take some 20 ms of a core to read."""
+ITEMS_OF_SENT_FRAME: Final = 4
+"""Flood items that sent data restore, for the answers of a peer: window updates of stream and connection, a measuring
+ping, settings."""
 _HEADER_ITEM_BYTES: Final = 16
 """Bytes of a header block per item of a flood: HPACK takes about 1 µs a byte."""
 _FRAME_ITEM_BYTES: Final = 64
