@@ -13,7 +13,8 @@ from typing import Any
 import grpc.aio
 import pytest
 from kvrouter.net.http2 import received_calls
-from kvrouter.net.http2.frames import Kind, Setting, frame, settings
+from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, PREFACE, Kind, Setting, frame, settings, window_update
+from kvrouter.net.http2.side import Flood
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
 
@@ -306,20 +307,15 @@ async def test_one_port_serves_both_families() -> None:
 
 
 async def test_answers_to_streamed_messages_are_no_flood() -> None:
-    async def stream(_incoming: object, context: Context) -> None:
-        for _ in range(100):
-            await context.write(b"token")
-            await asyncio.sleep(0.001)  # A client answers each message that comes by itself.
-
-    async def read(channel: grpc.aio.Channel) -> int:
-        tokens, count = call(channel, "/test.Stream/Tokens"), 0
-        await tokens.done_writing()
-        while await tokens.read() is not grpc.aio.EOF:
-            count += 1
-        assert await tokens.code() is grpc.StatusCode.OK
-        return count
-
-    async with serving() as running, running.channel() as channel:
-        handlers = {"Tokens": grpc.stream_stream_rpc_method_handler(stream)}
-        running.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Stream", handlers),))
-        assert await asyncio.gather(*(read(channel) for _ in range(50))) == [100] * 50
+    begun: list[received_calls.ReceivedCall] = []
+    calls = received_calls.ReceivedCalls("", received_calls.Received(), begun.append)
+    opening = frame(Kind.HEADERS, request_headers(ECHO, ()), flags=END_HEADERS | END_STREAM, stream=1)
+    calls.receive(PREFACE + settings({}) + opening)
+    answers = window_update(1, 10) + window_update(0, 10) + frame(Kind.PING, bytes(8))
+    for _ in range(2_000):
+        await begun[0].write(b"token")
+        calls.take()
+        calls.receive(answers)
+    with pytest.raises(Flood):
+        for _ in range(2_000):
+            calls.receive(answers)
