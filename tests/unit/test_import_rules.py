@@ -75,7 +75,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "etcd": ("backoff", "decoding", "logs", "secret_files", "tls"),
         "nats": ("budgets", "logs", "secret_files", "tls"),
         "local": ("etcd",),
-        "http2": ("budgets", "tls"),
+        "http2": ("budgets", "logs", "tls"),
         "calls": ("backoff", "budgets", "http2", "logs", "tls"),
         "auth": ("calls", "http2", "logs", "secret_files", "tls"),
         "rpc": ("budgets", "calls", "http2", "logs", "tls", "trace_context"),

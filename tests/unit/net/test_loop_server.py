@@ -51,8 +51,9 @@ class Echo:
 class Serving:
     """A running server."""
 
-    def __init__(self, server: LoopServer, echo: Echo, address: str) -> None:
+    def __init__(self, server: LoopServer, gate: CallGate, echo: Echo, address: str) -> None:
         self.server = server
+        self.gate = gate
         self.echo = echo
         self.address = address
 
@@ -62,12 +63,13 @@ class Serving:
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[Serving]:
-    server, echo = LoopServer(CallGate()), Echo()
+    gate, echo = CallGate(), Echo()
+    server = LoopServer(gate)
     handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
     port = await server.start("127.0.0.1:0", None)
     try:
-        yield Serving(server, echo, f"127.0.0.1:{port}")
+        yield Serving(server, gate, echo, f"127.0.0.1:{port}")
     finally:
         await server.stop(0.0)
 
@@ -156,7 +158,7 @@ async def test_messages_that_cannot_be_taken_end_their_call_only(monkeypatch: py
 async def test_a_call_waits_for_a_client_that_does_not_read() -> None:
     async with serving() as running, hostile_peer(running.address, reads=False) as peer:
         stream = peer.open(ECHO)
-        for _ in range(64):
+        for _ in range(15):
             peer.data(stream, message_head(16_000) + bytes(16_000))
             await asyncio.sleep(0)
         await until(lambda: running.server.received.bytes > 100_000)
@@ -195,6 +197,7 @@ def continuations(peer: HostilePeer) -> None:
         lambda peer: peer.send(b"GET / HTTP/1.1\r\n\r\n"),
         lambda peer: peer.send(frame(Kind.HEADERS, request_headers(ECHO), stream=2)),
         lambda peer: peer.send(frame(Kind.DATA, b"x", stream=9)),
+        lambda peer: peer.data(peer.open(ECHO, ends=True), b"after the end"),
     ],
 )
 async def test_a_peer_that_breaks_rules_loses_its_connection(attack: Callable[[HostilePeer], None]) -> None:
@@ -318,3 +321,99 @@ async def test_answers_to_streamed_messages_are_no_flood() -> None:
         calls.receive(answers)
     with pytest.raises(Flood):
         calls.receive(answers * 2_000)
+
+
+async def never(_incoming: object, _context: Context) -> None:
+    await asyncio.Event().wait()
+
+
+def serve(running: Serving, service: str, handler: Any) -> None:
+    handlers = {"Call": grpc.stream_stream_rpc_method_handler(handler)}
+    running.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+
+
+async def test_a_client_sends_no_more_than_the_window_of_a_call() -> None:
+    async with serving() as running, hostile_peer(running.address) as peer:
+        serve(running, "test.Never", never)
+        stream = peer.open("/test.Never/Call")
+        for _ in range(15):
+            peer.data(stream, message_head(16_000) + bytes(16_000))
+        await until(lambda: running.server.received.bytes > 15 * 16_000)
+        for _ in range(3):
+            peer.data(stream, message_head(16_000) + bytes(16_000))
+        await until(lambda: not running.server.connections)
+        assert running.server.received.bytes == 0
+
+
+async def test_empty_messages_count_too() -> None:
+    async with serving() as running, hostile_peer(running.address) as peer:
+        serve(running, "test.Never", never)
+        peer.data(peer.open("/test.Never/Call"), message_head(0) * 1000)
+        await until(lambda: running.server.received.bytes >= 64_000)
+
+
+async def test_calls_for_everybody_have_short_messages() -> None:
+    async with serving() as running, running.channel() as channel:
+        serve(running, "grpc.health.Test", running.echo)
+        short, long = (channel.stream_stream("/grpc.health.Test/Call")() for _ in range(2))
+        await short.write(bytes(60_000))
+        assert await short.read() == bytes(60_000)
+        await long.write(bytes(100_000))
+        assert await long.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_call_may_end_within_a_block_of_headers() -> None:
+    begun: list[received_calls.ReceivedCall] = []
+    calls = received_calls.ReceivedCalls("", received_calls.Received(), begun.append)
+    calls.receive(PREFACE + frame(Kind.HEADERS, request_headers(ECHO), flags=END_HEADERS, stream=1))
+    calls.receive(frame(Kind.HEADERS, request_headers(ECHO), stream=1))
+    begun[0].finish()
+    calls.receive(frame(Kind.CONTINUATION, b"", flags=END_HEADERS, stream=1))
+    calls.receive(frame(Kind.HEADERS, request_headers(ECHO), flags=END_HEADERS, stream=3))
+    assert [call.number for call in begun] == [1, 3]
+
+
+async def test_calls_left_before_they_are_checked_count_as_refused() -> None:
+    async with serving() as running, hostile_peer(running.address) as peer:
+        conduct = running.gate.conduct
+        counted: list[str] = []
+        conduct.without_credential = lambda peer: bool(counted.append(peer))  # type: ignore[method-assign]
+        stream = peer.open(ECHO)
+        peer.data(stream, message_head(0))
+        peer.send(frame(Kind.RST_STREAM, struct.pack(">I", 8), stream=stream))
+        await until(lambda: len(counted) == 1)
+
+
+async def test_a_short_answer_does_not_wait_for_all_of_a_long_one() -> None:
+    async def answer(_incoming: object, context: Context) -> None:
+        await context.write(bytes(int(await context.read())))
+
+    options = [("grpc.max_receive_message_length", -1), ("grpc.http2.lookahead_bytes", 64 << 20)]
+    async with serving() as running, grpc.aio.insecure_channel(running.address, options=options) as channel:
+        serve(running, "test.Answer", answer)
+        long, short = (channel.stream_stream("/test.Answer/Call")() for _ in range(2))
+        await long.write(b"50000000")
+        await short.write(b"3")
+        read = asyncio.create_task(long.read())
+        assert await short.read() == bytes(3)
+        assert not read.done()
+        assert len(await read) == 50_000_000
+
+
+async def test_all_addresses_of_a_host_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    families = [socket.AF_INET, *([socket.AF_INET6] if socket.has_dualstack_ipv6() else [])]
+    hosts = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
+
+    async def found(*_: object, **__: object) -> list[Any]:
+        return [(family, socket.SOCK_STREAM, 6, "", (hosts[family], 0)) for family in reversed(families)]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    server = LoopServer(CallGate())
+    port = await server.start("both.test:0", None)
+    monkeypatch.undo()
+    try:
+        for family in families:
+            _, writer = await asyncio.open_connection(hosts[family], port)
+            writer.close()
+    finally:
+        await server.stop(0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.certificates import PEER_DOMAIN, CertificatePaths, DevelopmentAuthority
+from kvrouter.net.http2 import ReceivedCall
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.net.rpc.server import HealthService
@@ -80,6 +82,48 @@ async def test_a_call_succeeds_with_a_certificate_of_the_authority(authority: De
     client = Tls(options(authority.issue("frontend")))
     async with serving(server) as target:
         assert await ask(target, client) == SERVING
+
+
+async def test_a_server_knows_the_dns_names_of_a_client(authority: DevelopmentAuthority) -> None:
+    names: list[tuple[str, ...]] = []
+
+    async def see(_incoming: object, context: ReceivedCall) -> None:
+        names.append(context.names())
+
+    server = LoopServer(CallGate())
+    handlers = {"See": grpc.stream_stream_rpc_method_handler(see)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Names", handlers),))
+    tls = Tls(options(authority.issue("scheduler"), client_auth="required"))
+    client = Tls(options(authority.issue("frontend", ["host.test", "127.0.0.1"])))
+    port = await server.start("127.0.0.1:0", tls)
+    try:
+        async with open_channel(f"127.0.0.1:{port}", (), client) as channel:
+            assert await channel.stream_stream("/test.Names/See")().code() is grpc.StatusCode.OK
+    finally:
+        await server.stop(0.0)
+    assert names == [(f"frontend.{PEER_DOMAIN}", "host.test")]
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_no_session_is_resumed(authority: DevelopmentAuthority, version: ssl.TLSVersion) -> None:
+    """A resumed one would outlive the authority of its client."""
+    context = ssl.create_default_context(cafile=str(authority.certificate_path))
+    context.set_alpn_protocols(["h2"])
+    context.maximum_version = version
+
+    def connect(port: int, session: ssl.SSLSession | None) -> tuple[ssl.SSLSession | None, bool | None]:
+        with (
+            socket.create_connection(("127.0.0.1", port)) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
+        ):
+            connection.recv(1)  # Tickets of TLS 1.3 come before the first bytes.
+            return connection.session, connection.session_reused
+
+    async with serving(Tls(options(authority.issue("scheduler")))) as target:
+        port = int(target.rpartition(":")[2])
+        session, _ = await asyncio.to_thread(connect, port, None)
+        _, is_resumed = await asyncio.to_thread(connect, port, session)
+        assert not is_resumed
 
 
 async def test_a_server_refuses_who_has_no_valid_certificate(authority: DevelopmentAuthority, tmp_path: Path) -> None:

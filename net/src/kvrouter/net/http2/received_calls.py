@@ -45,6 +45,12 @@ _WINDOW_BYTES: Final = 256 << 10
 _CONNECTION_WINDOW_BYTES: Final = 4 << 20
 _MAX_UNWRITTEN_BYTES: Final = 256 << 10
 """Output ready for the socket beyond which calls wait with theirs."""
+_MAX_STATUS_BYTES: Final = 4 << 20
+"""Statuses and other answers a client may leave unread."""
+_TURN_BYTES: Final = 64 << 10
+"""Bytes of a call sent before those of others."""
+_MESSAGE_BYTES: Final = 64
+"""Memory of a message besides its content."""
 MAX_RECEIVED_BYTES: Final = 256 << 20
 """Bytes of messages a server holds until their handlers read them. Beyond it, a call that receives more fails."""
 _ITEMS_OF_FIRST_MESSAGE: Final = 256
@@ -59,6 +65,8 @@ _BEGINNING: Final = hpack.Encoder().encode(
     ]
 )
 _MAX_DETAILS: Final = 2048
+_MAX_DELIVERED_BYTES: Final = 1 << 20
+"""Maximum size of a message decompressed on the event loop."""
 _TIMEOUT: Final = re.compile(rb"(\d{1,8})([HMSmun])")
 _UNIT_SECONDS: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _COMPRESSIONS: Final = (b"deflate", b"gzip")
@@ -85,6 +93,7 @@ class ReceivedCall:
         "_half_closed",
         "_has_begun",
         "_has_message",
+        "_header_items",
         "_messages",
         "_metadata",
         "_next_message",
@@ -100,6 +109,7 @@ class ReceivedCall:
         "_waiter",
         "headers",
         "is_over",
+        "is_served",
         "number",
         "on_cancelled",
         "parse",
@@ -121,7 +131,9 @@ class ReceivedCall:
         """Called when the client leaves the call."""
         self.is_over = False
         """Whether the call has ended, so that nothing is read or written any more."""
-        self.unsent = b""
+        self.is_served = False
+        """Whether its handler has begun."""
+        self.unsent: bytes | memoryview = b""
         """Data that waits for the client's windows, or for the socket."""
         self.window = window
         """Bytes the client accepts."""
@@ -135,11 +147,13 @@ class ReceivedCall:
         self._unallowed = 0
         """Bytes received since the client was last allowed more."""
         self._queued = 0
-        """Bytes of ``_messages``."""
+        """Size of ``_messages``."""
         self._on_message: Callable[[bytes], None] | None = None
         self._on_half_closed: Callable[[], None] = _ignore
         self._next_message: Callable[[], bytes | None] = _nothing
         self._has_message = False
+        self._header_items = side.header_items
+        """Flood items the headers took."""
         self._half_closed = False
         self._has_begun = False
         self._code = grpc.StatusCode.OK
@@ -164,20 +178,36 @@ class ReceivedCall:
             finally:
                 self._waiter = None
         message = self._messages.popleft()
-        self._queued -= len(message)
-        self._side.received.bytes -= len(message)
+        self._queued -= len(message) + _MESSAGE_BYTES
+        self._side.received.bytes -= len(message) + _MESSAGE_BYTES
         self._allow()
         if isinstance(message, Compressed):
             message = await self._decompressed(message)
         return message if self.parse is None else self.parse(message)
 
+    def limit(self, max_message_bytes: int) -> None:
+        """Limits the size of further messages."""
+        self._reader.max_bytes = max_message_bytes
+
     async def _decompressed(self, message: bytes) -> bytes:
         try:
-            return await asyncio.to_thread(_decompress, message)
-        except (MessageTooLong, ValueError, zlib.error) as error:
-            is_long = isinstance(error, MessageTooLong)
-            self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.INTERNAL, str(error))
+            return await asyncio.to_thread(_decompress, message, self._reader.max_bytes)
+        except _NOT_DECOMPRESSED as error:
+            self._fail_decompressing(error)
             raise asyncio.CancelledError from None  # As for a call that its client has left.
+
+    def _fail_decompressing(self, error: Exception) -> None:
+        is_long = isinstance(error, MessageTooLong)
+        self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.INTERNAL, str(error))
+
+    def _deliver(self, message: bytes, on_message: Callable[[bytes], None]) -> None:
+        if isinstance(message, Compressed):
+            try:
+                message = _decompress(message, _MAX_DELIVERED_BYTES)
+            except _NOT_DECOMPRESSED as error:
+                self._fail_decompressing(error)
+                return
+        on_message(message)
 
     def start(
         self,
@@ -201,7 +231,7 @@ class ReceivedCall:
         self._side.received.bytes -= self._queued
         self._queued = 0
         for message in early:
-            on_message(message)
+            self._deliver(message, on_message)
         if self._half_closed:
             on_half_closed()
         self._allow()
@@ -228,7 +258,8 @@ class ReceivedCall:
         encoded = message if self.serialize is None else self.serialize(message)
         if self.is_over:
             return
-        self.unsent += prefixed(encoded)
+        # What a cancelled write has left goes first.
+        self.unsent = bytes(self.unsent) + prefixed(encoded) if self.unsent else prefixed(encoded)
         self._begin()
         self._side.send(self)
         while self.unsent and not self.is_over:
@@ -300,7 +331,13 @@ class ReceivedCall:
         return encoded if self._has_begun else _BEGINNING + encoded
 
     def take(self, payload: bytes, length: int, *, ends: bool) -> None:
-        """Takes data of the client; ``length`` is its size with padding."""
+        """Takes data of the client; ``length`` is its size with padding.
+
+        Raises:
+            Http2Violation: it is more than the client may send.
+        """
+        if self._half_closed or self._unallowed + length > _WINDOW_BYTES:
+            raise Http2Violation("received data after the end of a call, or more than its window")
         self._unallowed += length
         received, held = self._side.received, len(self._reader)
         self._half_closed = ends
@@ -359,11 +396,11 @@ class ReceivedCall:
             self._room.set_result(None)
 
     def _queue(self, message: bytes) -> None:
-        side, size = self._side, len(message)
-        side.earn(_ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE)
+        side, size = self._side, len(message) + _MESSAGE_BYTES
+        side.earn(_ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items)
         self._has_message = True
         if self._on_message is not None:
-            self._on_message(message)
+            self._deliver(message, self._on_message)
             return
         self._messages.append(message)
         self._queued += size
@@ -391,7 +428,10 @@ def _nothing() -> None:
     return None
 
 
-def _decompress(message: bytes) -> bytes:
+_NOT_DECOMPRESSED: Final = (MessageTooLong, ValueError, zlib.error)
+
+
+def _decompress(message: bytes, max_bytes: int) -> bytes:
     """Returns the content of a compressed message.
 
     Raises:
@@ -399,9 +439,9 @@ def _decompress(message: bytes) -> bytes:
         ValueError, zlib.error: it is not compressed, or cut off.
     """
     decompressor = zlib.decompressobj(_ANY_FORMAT)
-    content = decompressor.decompress(message, MAX_MESSAGE_BYTES)
+    content = decompressor.decompress(message, max_bytes)
     if decompressor.unconsumed_tail:
-        raise MessageTooLong(f"expected messages of at most {MAX_MESSAGE_BYTES} bytes, received a longer one")
+        raise MessageTooLong(f"expected messages of at most {max_bytes} bytes, received a longer one")
     if not decompressor.eof:
         raise ValueError("received a compressed message that is cut off")
     return content
@@ -493,9 +533,9 @@ class ReceivedCalls(Http2Side):
 
     def send(self, call: ReceivedCall) -> None:
         """Adds the unsent data of a call to the bytes to write, as far as there is room."""
-        data, start, end = call.unsent, 0, len(call.unsent)
+        data, start, end = memoryview(call.unsent), 0, len(call.unsent)
         while start < end:
-            room = _MAX_UNWRITTEN_BYTES - self._unwritten
+            room = min(_MAX_UNWRITTEN_BYTES - self._unwritten, _TURN_BYTES - start)
             size = min(end - start, call.window, self._connection_window, self._max_frame, room)
             if size <= 0:
                 call.unsent = data[start:]
@@ -551,8 +591,11 @@ class ReceivedCalls(Http2Side):
     def _take_headers(self, stream: int, flags: int, headers: dict[bytes, bytes]) -> None:
         ends = bool(flags & END_STREAM)
         if stream <= self._last:
-            self.calls[stream].take(b"", 0, ends=True)  # Trailers of a client, which gRPC has none of.
+            if (call := self.calls.get(stream)) is not None:  # It may have ended within a header block.
+                call.take(b"", 0, ends=True)  # Trailers of a client, which gRPC has none of.
             return
+        if self._unwritten > _MAX_STATUS_BYTES:
+            raise Http2Violation("the client calls, and does not read the answers")
         self._last = stream
         if self._is_draining or len(self.calls) >= CONNECTION_CALLS:
             self.append(frame(Kind.RST_STREAM, ErrorCode.REFUSED_STREAM.to_bytes(4, "big"), stream=stream))

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from kvrouter.net.http2.endpoint import ConnectionLost, Endpoint
 from kvrouter.net.http2.received_calls import Received, ReceivedCall, ReceivedCalls
 from kvrouter.net.http2.side import Http2Violation
+from kvrouter.net.logs import get_logger
+
+log = get_logger(__name__)
 
 _MAPPED = "::ffff:"
 """Begins an address of IPv4 on a socket for both families."""
@@ -42,7 +45,7 @@ class ServerConnection(Endpoint):
         host = host.removeprefix(_MAPPED)
         self.calls.peer = f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
         certificate = transport.get_extra_info("peercert") or {}
-        self.calls.names = tuple(name for _, name in certificate.get("subjectAltName", ()))
+        self.calls.names = tuple(name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
         super().connection_made(transport)
 
     def end(self, error: Exception) -> None:
@@ -62,6 +65,9 @@ class ServerConnection(Endpoint):
                 self.calls.receive(data)
             except Http2Violation as violation:
                 self.end(violation)
+            except Exception as error:
+                log.exception("connection.failed", peer=self.calls.peer)
+                self.end(error)
 
     def _flush(self) -> None:
         transport = self._transport

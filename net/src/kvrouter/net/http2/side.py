@@ -88,12 +88,13 @@ class Compressed(bytes):
 class MessageReader:
     """Splits the data of one call into messages."""
 
-    __slots__ = ("_begun", "_max_bytes", "_may_compress")
+    __slots__ = ("_begun", "_may_compress", "max_bytes")
 
     def __init__(self, max_bytes: int, *, may_compress: bool = False) -> None:
         """``max_bytes`` is the maximum size of a message as sent; ``may_compress``: it may be compressed."""
         self._begun = bytearray()
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        """Maximum size of further messages."""
         self._may_compress = may_compress
 
     def __len__(self) -> int:
@@ -113,7 +114,8 @@ class MessageReader:
             return
         begun += payload
         while len(begun) >= _PREFIX_BYTES and len(begun) >= (size := self._size(begun)):
-            message = (Compressed if begun[0] else bytes)(begun[_PREFIX_BYTES:size])
+            with memoryview(begun) as view:
+                message = (Compressed if begun[0] else bytes)(view[_PREFIX_BYTES:size])
             del begun[:size]
             deliver(message)
 
@@ -122,8 +124,8 @@ class MessageReader:
         compressed, length = _PREFIX.unpack_from(data)
         if compressed and not self._may_compress:
             raise Http2Violation("received a compressed message in a call without a known compression")
-        if length > self._max_bytes:
-            raise MessageTooLong(f"expected messages of at most {self._max_bytes} bytes, received {length}")
+        if length > self.max_bytes:
+            raise MessageTooLong(f"expected messages of at most {self.max_bytes} bytes, received {length}")
         return int(length) + _PREFIX_BYTES
 
 
@@ -137,6 +139,8 @@ class Http2Side(ABC):
         """The first part of a frame."""
         self._headers: bytearray | None = None
         """The first part of a header block continued."""
+        self.header_items = 0
+        """Flood items of the latest header block."""
         self._known_blocks: dict[bytes, dict[bytes, bytes]] = {}
         """Blocks decoded since the table of HPACK changed: the calls of a client have equal ones."""
         self._headers_flags = 0
@@ -296,6 +300,7 @@ class Http2Side(ABC):
             raise Http2Violation(f"expected headers of at most {MAX_HEADER_BYTES} bytes, received more")
         if flags & END_HEADERS:
             block, self._headers = bytes(self._headers), None
+            self.header_items = len(block) // _HEADER_ITEM_BYTES
             known = self._known_blocks.get(block)
             self._take_headers(
                 self._headers_stream, self._headers_flags, self._decoded(block) if known is None else known

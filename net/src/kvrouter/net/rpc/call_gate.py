@@ -32,6 +32,8 @@ _REQUEST_SECONDS = 60.0
 _OPEN_SECONDS = 10.0
 """Time for the request of a call for everybody to arrive, and for all of the call unless it lasts, seconds."""
 
+_MAX_OPEN_BYTES = 64 << 10
+"""Maximum size of a message of a call for everybody."""
 _REFUSALS_PER_SECOND = 100
 """Calls in a second refused for their callers' limits; each takes about 1 ms."""
 _MAX_REFUSAL_SECONDS = 5.0
@@ -123,6 +125,7 @@ class CallGate:
         seconds = None if method == _LASTING else _OPEN_SECONDS
 
         async def serve(context: ReceivedCall) -> None:
+            context.limit(_MAX_OPEN_BYTES)
             self.conduct.without_credential(context.peer())
             try:
                 async with asyncio.timeout(seconds) as timeout:

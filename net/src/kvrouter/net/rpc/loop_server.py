@@ -25,7 +25,8 @@ log = get_logger(__name__)
 _HANDSHAKE_SECONDS = 10.0
 _BACKLOG = 4_096
 """Maximum number of connections in wait for the event loop."""
-_ANY_HOST = ("", "0.0.0.0", "::")  # noqa: S104 - as gRPC, which listens for both families then
+_BOTH_FAMILIES = "::"
+_ANY_HOST = ("", "0.0.0.0", _BOTH_FAMILIES)  # noqa: S104 - as gRPC, which listens for both families then
 
 
 class BindFailed(Exception):
@@ -65,7 +66,8 @@ class LoopServer(Handlers):
         self.connections: set[ServerConnection] = set()
         """The open connections."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
+        """One for each address of the host."""
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Implements grpc.aio.Server."""
@@ -85,41 +87,46 @@ class LoopServer(Handlers):
         encrypted: dict[str, Any] = {}
         if tls is not None:
             encrypted = {"ssl": tls.server_context(grpc=True), "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
+        loop = asyncio.get_running_loop()
+        host, _, port_text = bind.rpartition(":")
+        port = 0
         try:
-            listening = await self._listen(bind)
+            port = int(port_text)
+            for family, address in await self._addresses(host.strip("[]")):
+                listening = socket.create_server(
+                    (address, port),
+                    family=family,
+                    backlog=_BACKLOG,
+                    reuse_port=self._reuse_port,
+                    dualstack_ipv6=address == _BOTH_FAMILIES,
+                )
+                port = listening.getsockname()[1]
+                server = await loop.create_server(
+                    lambda: ServerConnection(self.connections, self.received, self._begin),
+                    sock=listening,
+                    backlog=_BACKLOG,
+                    **encrypted,
+                )
+                self._servers.append(server)
         except (OSError, ValueError, OverflowError):
+            self._close()
             raise BindFailed(bind) from None
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: ServerConnection(self.connections, self.received, self._begin),
-            sock=listening,
-            backlog=_BACKLOG,
-            **encrypted,
-        )
-        bound: int = listening.getsockname()[1]
-        return bound
+        return port
 
-    async def _listen(self, bind: str) -> socket.socket:
-        host, _, port = bind.rpartition(":")
-        host = host.strip("[]")
+    async def _addresses(self, host: str) -> list[tuple[int, str]]:
+        """Returns the addresses of a host, each with its family."""
         if host in _ANY_HOST:
-            is_dual = socket.has_dualstack_ipv6()
-            family, address = (socket.AF_INET6, "::") if is_dual else (socket.AF_INET, "")
-        else:
-            is_dual = False
-            found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-            family, _, _, _, (address, *_) = found[0]
-        return socket.create_server(
-            (address, int(port)),
-            family=family,
-            backlog=_BACKLOG,
-            reuse_port=self._reuse_port,
-            dualstack_ipv6=is_dual,
-        )
+            return [(socket.AF_INET6, _BOTH_FAMILIES) if socket.has_dualstack_ipv6() else (socket.AF_INET, "")]
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in found))
+
+    def _close(self) -> None:
+        for server in self._servers:
+            server.close()
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new calls, cancels running ones after ``grace_seconds``, and closes all connections."""
-        if self._server is not None:
-            self._server.close()
+        self._close()
         for connection in self.connections:
             connection.calls.drain()
         if self._tasks:
@@ -132,10 +139,17 @@ class LoopServer(Handlers):
     def _begin(self, call: ReceivedCall) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(call))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._ended(task, call))
         call.on_cancelled = task.cancel
 
+    def _ended(self, task: asyncio.Task[None], call: ReceivedCall) -> None:
+        self._tasks.discard(task)
+        if not call.is_served:
+            # The client left it before it was checked.
+            self._gate.conduct.without_credential(call.peer())
+
     async def _serve(self, call: ReceivedCall) -> None:
+        call.is_served = True
         try:
             await (self._gated.get(call.path) or self._gate_of(call.path))(call)
         except grpc.aio.AbortError:
@@ -145,9 +159,9 @@ class LoopServer(Handlers):
             call.set_code(grpc.StatusCode.UNKNOWN)
             call.set_details("the call failed; the server's log has the cause")
         except asyncio.CancelledError:
-            if not call.is_over:
-                raise
-            # The client has left. If the task kept the exception, the call would live until the garbage collector runs.
+            # Of a client that has left, or a handler's own. Kept by the task, it would keep the call until the garbage
+            # collector runs.
+            call.set_code(grpc.StatusCode.CANCELLED)
         call.on_cancelled = _ignore
         call.finish()
 

@@ -163,6 +163,9 @@ def _server_context(options: TlsOptions, protocol: str, client_auth: ClientAuth)
     if options.ca_file:
         context.load_verify_locations(options.ca_file)
     context.verify_mode = _VERIFY_MODES[client_auth]
+    # A resumed session would outlive the authority that vouched for its client.
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
     return context
 
 
