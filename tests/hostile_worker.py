@@ -142,7 +142,7 @@ class HostileWorker:
         if self.call_streams is not None:
             self.call_streams.add_streaming(f"{_SERVICE}/Generate", self._generate_on_stream)
             server.add_generic_rpc_handlers((self.call_streams.handler(),))
-        self.endpoint = f"127.0.0.1:{await server.start('127.0.0.1:0', None)}"
+        self.endpoint = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
         try:
             yield self
         finally:

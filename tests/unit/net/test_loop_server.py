@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from kvrouter.net.http2 import received_calls
+from kvrouter.net.http2 import received_call, received_calls
 from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, PREFACE, Kind, Setting, frame, settings, window_update
 from kvrouter.net.http2.side import Flood
 from kvrouter.net.rpc.call_gate import CallGate
@@ -67,7 +67,7 @@ async def serving() -> AsyncIterator[Serving]:
     server = LoopServer(gate)
     handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
-    port = await server.start("127.0.0.1:0", None)
+    port = await server.start("127.0.0.1:0")
     try:
         yield Serving(server, gate, echo, f"127.0.0.1:{port}")
     finally:
@@ -135,7 +135,7 @@ async def test_a_call_that_its_client_leaves_is_cancelled() -> None:
 
 
 async def test_messages_that_cannot_be_taken_end_their_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(received_calls, "MAX_RECEIVED_BYTES", 1 << 20)
+    monkeypatch.setattr(received_call, "MAX_RECEIVED_BYTES", 1 << 20)
     async with serving() as running, running.channel() as channel:
         good = call(channel)
         await good.write(b"first")
@@ -240,7 +240,7 @@ async def test_compressed_messages_are_read(compression: grpc.Compression) -> No
 
 
 async def test_a_compressed_message_that_is_too_long_or_none_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(received_calls, "MAX_MESSAGE_BYTES", 1 << 20)
+    monkeypatch.setattr(received_call, "MAX_MESSAGE_BYTES", 1 << 20)
     async with serving() as running, running.channel() as channel:
         long = channel.stream_stream(ECHO)(compression=grpc.Compression.Gzip)
         await long.write(bytes(2 << 20))
@@ -295,7 +295,7 @@ async def test_one_port_serves_both_families() -> None:
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("test.Service", {"Echo": grpc.stream_stream_rpc_method_handler(Echo())}),)
     )
-    port = await server.start("0.0.0.0:0", None)
+    port = await server.start("0.0.0.0:0")
     try:
         for host in ("127.0.0.1", "[::1]") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
             async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
@@ -310,8 +310,8 @@ async def test_one_port_serves_both_families() -> None:
 
 
 async def test_answers_to_streamed_messages_are_no_flood() -> None:
-    begun: list[received_calls.ReceivedCall] = []
-    calls = received_calls.ReceivedCalls("", received_calls.Received(), begun.append)
+    begun: list[received_call.ReceivedCall] = []
+    calls = received_calls.ReceivedCalls("", received_call.Received(), begun.append)
     opening = frame(Kind.HEADERS, request_headers(ECHO, ()), flags=END_HEADERS | END_STREAM, stream=1)
     calls.receive(PREFACE + settings({}) + opening)
     answers = window_update(1, 10) + window_update(0, 10) + frame(Kind.PING, bytes(8))
@@ -363,8 +363,8 @@ async def test_calls_for_everybody_have_short_messages() -> None:
 
 
 async def test_a_call_may_end_within_a_block_of_headers() -> None:
-    begun: list[received_calls.ReceivedCall] = []
-    calls = received_calls.ReceivedCalls("", received_calls.Received(), begun.append)
+    begun: list[received_call.ReceivedCall] = []
+    calls = received_calls.ReceivedCalls("", received_call.Received(), begun.append)
     calls.receive(PREFACE + frame(Kind.HEADERS, request_headers(ECHO), flags=END_HEADERS, stream=1))
     calls.receive(frame(Kind.HEADERS, request_headers(ECHO), stream=1))
     begun[0].finish()
@@ -409,7 +409,7 @@ async def test_all_addresses_of_a_host_are_served(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
     server = LoopServer(CallGate())
-    port = await server.start("both.test:0", None)
+    port = await server.start("both.test:0")
     monkeypatch.undo()
     try:
         for family in families:

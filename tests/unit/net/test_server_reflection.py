@@ -23,7 +23,7 @@ VERSIONS = ["v1", "v1alpha"]
 async def serving() -> AsyncIterator[str]:
     server = LoopServer(CallGate())
     add_reflection(server, [SERVICE])
-    port = await server.start("127.0.0.1:0", None)
+    port = await server.start("127.0.0.1:0")
     try:
         yield f"127.0.0.1:{port}"
     finally:

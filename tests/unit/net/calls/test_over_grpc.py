@@ -67,7 +67,7 @@ class Server:
 @asynccontextmanager
 async def serving(limits: CallLimits | None = None, port: int = 0) -> AsyncIterator[Server]:
     server = Server(limits, port)
-    server.port = await server.grpc.start(f"127.0.0.1:{port}", None)
+    server.port = await server.grpc.start(f"127.0.0.1:{port}")
     try:
         yield server
     finally:

@@ -157,7 +157,7 @@ async def test_a_stream_whose_credential_is_no_longer_valid_ends(monkeypatch: py
 
     streams.add_unary(ECHO, lambda raw, _call: wait(raw))
     server.add_generic_rpc_handlers((streams.handler(),))
-    port = await server.start("127.0.0.1:0", None)
+    port = await server.start("127.0.0.1:0")
     try:
         async with connected(port) as client:
             await client.wait_ready()

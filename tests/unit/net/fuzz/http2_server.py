@@ -9,7 +9,8 @@ from contextlib import suppress
 import grpc
 from kvrouter.net.http2.frames import PREFACE
 from kvrouter.net.http2.options import CONNECTION_CALLS
-from kvrouter.net.http2.received_calls import Received, ReceivedCall, ReceivedCalls
+from kvrouter.net.http2.received_call import Received, ReceivedCall
+from kvrouter.net.http2.received_calls import ReceivedCalls
 from kvrouter.net.http2.side import Flood, Http2Violation
 
 from .http2_scripts import corpus, cut, frames_of, random_script

@@ -47,9 +47,9 @@ def options(paths: CertificatePaths, **others: str) -> TlsOptions:
 async def serving(tls: Tls | None) -> AsyncIterator[str]:
     service = HealthService()
     service.set("", True)
-    server = LoopServer(CallGate())
+    server = LoopServer(CallGate(), tls=tls)
     service.register(server)
-    port = await server.start("127.0.0.1:0", tls)
+    port = await server.start("127.0.0.1:0")
     try:
         yield f"127.0.0.1:{port}"
     finally:
@@ -90,12 +90,11 @@ async def test_a_server_knows_the_dns_names_of_a_client(authority: DevelopmentAu
     async def see(_incoming: object, context: ReceivedCall) -> None:
         names.append(context.names())
 
-    server = LoopServer(CallGate())
+    server = LoopServer(CallGate(), tls=Tls(options(authority.issue("scheduler"), client_auth="required")))
     handlers = {"See": grpc.stream_stream_rpc_method_handler(see)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Names", handlers),))
-    tls = Tls(options(authority.issue("scheduler"), client_auth="required"))
     client = Tls(options(authority.issue("frontend", ["host.test", "127.0.0.1"])))
-    port = await server.start("127.0.0.1:0", tls)
+    port = await server.start("127.0.0.1:0")
     try:
         async with open_channel(f"127.0.0.1:{port}", (), client) as channel:
             assert await channel.stream_stream("/test.Names/See")().code() is grpc.StatusCode.OK

@@ -8,7 +8,7 @@ here. ``kvrouter.net.rpc.loop_server`` serves the calls of all clients.
 from kvrouter.net.http2.connection import GrpcConnection
 from kvrouter.net.http2.endpoint import ConnectionLost
 from kvrouter.net.http2.http2_call import Metadata
-from kvrouter.net.http2.received_calls import ReceivedCall
+from kvrouter.net.http2.received_call import ReceivedCall
 from kvrouter.net.http2.side import Http2Violation
 
 __all__ = ["ConnectionLost", "GrpcConnection", "Http2Violation", "Metadata", "ReceivedCall"]

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 from kvrouter.net.http2.endpoint import ConnectionLost, Endpoint
-from kvrouter.net.http2.received_calls import Received, ReceivedCall, ReceivedCalls
+from kvrouter.net.http2.received_call import Received, ReceivedCall
+from kvrouter.net.http2.received_calls import ReceivedCalls
 from kvrouter.net.http2.side import Http2Violation
 from kvrouter.net.logs import get_logger
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
-from kvrouter.net.http2.received_calls import Received, ReceivedCall
+from kvrouter.net.http2.received_call import Received, ReceivedCall
 from kvrouter.net.http2.server_connection import ServerConnection
 from kvrouter.net.logs import get_logger
 from kvrouter.net.rpc.call_gate import CallGate
@@ -54,11 +54,18 @@ class _Details:
 class LoopServer(Handlers):
     """Serves the methods a gate admits. Add handlers as to a grpc.aio.Server, start it, and stop it in the end."""
 
-    def __init__(self, gate: CallGate, *, reuse_port: bool = False) -> None:
-        """Creates a server without a port. ``reuse_port``: whether other processes may listen on the same port."""
+    def __init__(self, gate: CallGate, *, tls: Tls | None = None, reuse_port: bool = False) -> None:
+        """Creates a server without a port.
+
+        Args:
+            gate: Admits the calls.
+            tls: Encrypts the connections; None for plain text.
+            reuse_port: Whether other processes may listen on the same port.
+        """
         self.received = Received()
-        """Size of the messages it holds, at most ``received_calls.MAX_RECEIVED_BYTES``."""
+        """Size of the messages it holds, at most ``received_call.MAX_RECEIVED_BYTES``."""
         self._gate = gate
+        self._tls = tls
         self._reuse_port = reuse_port
         self._services: list[grpc.GenericRpcHandler] = []
         self._gated: dict[str, Callable[[ReceivedCall], Awaitable[None]]] = {}
@@ -76,17 +83,17 @@ class LoopServer(Handlers):
     def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
         """Implements grpc.aio.Server. The handlers are those of ``add_generic_rpc_handlers``."""
 
-    async def start(self, bind: str, tls: Tls | None) -> int:
+    async def start(self, bind: str) -> int:
         """Listens on ``host:port`` and returns the port.
 
         Raises:
             BindFailed: the port is in use or the address is not one of this machine's.
             InvalidTls: TLS is enabled without a certificate.
         """
-        check_port(bind, tls)
+        check_port(bind, self._tls)
         encrypted: dict[str, Any] = {}
-        if tls is not None:
-            encrypted = {"ssl": tls.server_context(grpc=True), "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
+        if self._tls is not None:
+            encrypted = {"ssl": self._tls.server_context(grpc=True), "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
         loop = asyncio.get_running_loop()
         host, _, port_text = bind.rpartition(":")
         port = 0

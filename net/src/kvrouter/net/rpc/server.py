@@ -49,8 +49,7 @@ class GrpcServer:
         """Answers grpc.health."""
         self.services: list[str] = []
         """Full names of the services."""
-        self._tls = tls
-        self._server = LoopServer(self.gate, reuse_port=reuse_port)
+        self._server = LoopServer(self.gate, tls=tls, reuse_port=reuse_port)
         self.received = self._server.received
         """Size of the messages it holds."""
 
@@ -69,7 +68,7 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((self.call_streams.handler(),))
         self.health.register(self._server)
         add_reflection(self._server, [*self.services, CALL_STREAM_SERVICE, HEALTH_SERVICE])
-        port = self.gate.conduct.port = await self._server.start(bind, self._tls)
+        port = self.gate.conduct.port = await self._server.start(bind)
         return port
 
     async def stop(self, grace_seconds: float) -> None:

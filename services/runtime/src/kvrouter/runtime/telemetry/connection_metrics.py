@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import nats.errors
 from kvrouter.net.auth import CallerCheck
 from kvrouter.net.calls import CallStreamCounts, CallStreamServer
-from kvrouter.net.http2.received_calls import MAX_RECEIVED_BYTES, Received
+from kvrouter.net.http2.received_call import MAX_RECEIVED_BYTES, Received
 from kvrouter.net.nats.connection import NatsObserver
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.peer_conduct import PeerConduct

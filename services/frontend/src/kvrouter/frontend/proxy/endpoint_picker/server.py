@@ -16,7 +16,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
 )
 from kvrouter.frontend.proxy.endpoint_picker.exchange import Exchange, PickerMetrics
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
-from kvrouter.net.http2.received_calls import MAX_RECEIVED_BYTES, ReceivedCall
+from kvrouter.net.http2.received_call import MAX_RECEIVED_BYTES, ReceivedCall
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.net.rpc.peer_conduct import EvictableCalls, PeerConduct
@@ -121,7 +121,7 @@ async def serving_picker(picker: Picker, registry: CollectorRegistry, tls: Tls |
     """
     bind, drain_seconds = picker.settings.endpoint_picker_bind, picker.settings.drain_seconds
     gate = CallGate(admits=False)
-    server = LoopServer(gate)
+    server = LoopServer(gate, tls=tls)
     service = EndpointPickerService(picker, PickerMetrics(registry), gate.conduct)
     expose_conduct(registry, lambda: [gate.conduct])
     bounds = bounds_of(registry)
@@ -133,7 +133,7 @@ async def serving_picker(picker: Picker, registry: CollectorRegistry, tls: Tls |
     add_reflection(server, [SERVICE, HEALTH_SERVICE])
     health.set(_LIVENESS, True)
     _publish(health, ready=False)
-    port = gate.conduct.port = await server.start(bind, tls)
+    port = gate.conduct.port = await server.start(bind)
     address = f"{bind.rpartition(':')[0]}:{port}"
     log.info("grpc.listening", address=address, services=[SERVICE], encrypted=tls is not None)
     following = [

@@ -1,0 +1,428 @@
+"""One gRPC call at its server. Does no I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Never
+from urllib.parse import quote
+
+import grpc
+import grpc.aio
+import hpack
+from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, Kind, frame, window_update
+from kvrouter.net.http2.options import MAX_MESSAGE_BYTES
+from kvrouter.net.http2.side import Compressed, Http2Violation, MessageReader, MessageTooLong, prefixed
+
+if TYPE_CHECKING:
+    from kvrouter.net.http2.received_calls import ReceivedCalls
+
+WINDOW_BYTES: Final = 256 << 10
+"""Bytes a client may send on a call before they are read, unless the handler waits for the rest of a message."""
+_MESSAGE_BYTES: Final = 64
+"""Memory of a message besides its content."""
+MAX_RECEIVED_BYTES: Final = 256 << 20
+"""Bytes of messages a server holds until their handlers read them. Beyond it, a call that receives more fails."""
+_ITEMS_OF_FIRST_MESSAGE: Final = 256
+"""Flood items that the first message of a call restores: about those of its headers, window updates and end."""
+_ITEMS_OF_MESSAGE: Final = 4
+"""The same of further messages: each may have a read, a frame and two window updates of its own."""
+_BEGINNING: Final = hpack.Encoder().encode(
+    [
+        hpack.NeverIndexedHeaderTuple(":status", "200"),
+        hpack.NeverIndexedHeaderTuple("content-type", "application/grpc"),
+        hpack.NeverIndexedHeaderTuple("grpc-accept-encoding", "identity,deflate,gzip"),
+    ]
+)
+_MAX_DETAILS: Final = 2048
+_MAX_DELIVERED_BYTES: Final = 1 << 20
+"""Maximum size of a message decompressed on the event loop."""
+_TIMEOUT: Final = re.compile(rb"(\d{1,8})([HMSmun])")
+_UNIT_SECONDS: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_COMPRESSIONS: Final = (b"deflate", b"gzip")
+_ANY_FORMAT: Final = zlib.MAX_WBITS | 32
+"""Makes zlib tell the two apart."""
+
+_Trailing = Sequence[tuple[str, str | bytes]]
+
+
+class Received:
+    """Counts the bytes of unread messages on all connections of a server."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+class ReceivedCall:
+    """One call, as its handler sees it. Implements a part of grpc.aio.ServicerContext."""
+
+    __slots__ = (
+        "_code",
+        "_deadline",
+        "_details",
+        "_half_closed",
+        "_has_begun",
+        "_has_message",
+        "_header_items",
+        "_messages",
+        "_metadata",
+        "_next_message",
+        "_on_half_closed",
+        "_on_message",
+        "_queued",
+        "_reader",
+        "_room",
+        "_side",
+        "_timer",
+        "_trailing",
+        "_unallowed",
+        "_waiter",
+        "headers",
+        "is_over",
+        "is_served",
+        "number",
+        "on_cancelled",
+        "parse",
+        "path",
+        "serialize",
+        "unsent",
+        "window",
+    )
+
+    def __init__(self, side: ReceivedCalls, number: int, headers: dict[bytes, bytes], window: int) -> None:
+        """``window``: bytes the client accepts at first."""
+        self.number = number
+        self.headers = headers
+        self.path = headers.get(b":path", b"").decode("ascii", "replace")
+        self.parse: Callable[[bytes], Any] | None = None
+        """Parses messages; None passes them as bytes."""
+        self.serialize: Callable[[Any], bytes] | None = None
+        self.on_cancelled: Callable[[], object] = lambda: None
+        """Called when the client leaves the call."""
+        self.is_over = False
+        """Whether the call has ended, so that nothing is read or written any more."""
+        self.is_served = False
+        """Whether its handler has begun."""
+        self.unsent: bytes | memoryview = b""
+        """Data that waits for the client's windows, or for the socket."""
+        self.window = window
+        """Bytes the client accepts."""
+        self._side = side
+        self._messages: deque[bytes] = deque()
+        may_compress = headers.get(b"grpc-encoding") in _COMPRESSIONS
+        self._reader = MessageReader(MAX_MESSAGE_BYTES, may_compress=may_compress)
+        self._metadata: tuple[tuple[str, str | bytes], ...] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        self._unallowed = 0
+        """Bytes received since the client was last allowed more."""
+        self._queued = 0
+        """Size of ``_messages``."""
+        self._on_message: Callable[[bytes], None] | None = None
+        self._on_half_closed: Callable[[], None] = _ignore
+        self._next_message: Callable[[], bytes | None] = _nothing
+        self._has_message = False
+        self._header_items = side.header_items
+        """Flood items the headers took."""
+        self._half_closed = False
+        self._has_begun = False
+        self._code = grpc.StatusCode.OK
+        self._details = ""
+        self._trailing: _Trailing = ()
+        self._deadline: float | None = None
+        """When the client gives up, by the loop's clock; None for never."""
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout := _TIMEOUT.fullmatch(headers.get(b"grpc-timeout", b"")):
+            self._deadline = side.loop.time() + int(timeout[1]) * _UNIT_SECONDS[timeout[2]]
+            self._timer = side.loop.call_at(self._deadline, self._expire)
+
+    async def read(self) -> Any:
+        """Returns the next message; grpc.aio.EOF if the client sends no more."""
+        while not self._messages:
+            if self._half_closed:
+                return grpc.aio.EOF
+            self._waiter = self._side.loop.create_future()
+            self._allow()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message = self._messages.popleft()
+        self._queued -= len(message) + _MESSAGE_BYTES
+        self._side.received.bytes -= len(message) + _MESSAGE_BYTES
+        self._allow()
+        if isinstance(message, Compressed):
+            message = await self._decompressed(message)
+        return message if self.parse is None else self.parse(message)
+
+    def limit(self, max_message_bytes: int) -> None:
+        """Limits the size of further messages."""
+        self._reader.max_bytes = max_message_bytes
+
+    async def _decompressed(self, message: bytes) -> bytes:
+        try:
+            return await asyncio.to_thread(_decompress, message, self._reader.max_bytes)
+        except _NOT_DECOMPRESSED as error:
+            self._fail_decompressing(error)
+            raise asyncio.CancelledError from None  # As for a call that its client has left.
+
+    def _fail_decompressing(self, error: Exception) -> None:
+        is_long = isinstance(error, MessageTooLong)
+        self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.INTERNAL, str(error))
+
+    def _deliver(self, message: bytes, on_message: Callable[[bytes], None]) -> None:
+        if isinstance(message, Compressed):
+            try:
+                message = _decompress(message, _MAX_DELIVERED_BYTES)
+            except _NOT_DECOMPRESSED as error:
+                self._fail_decompressing(error)
+                return
+        on_message(message)
+
+    def start(
+        self,
+        on_message: Callable[[bytes], None],
+        on_half_closed: Callable[[], None],
+        next_message: Callable[[], bytes | None],
+    ) -> None:
+        """Exchanges all further messages by functions in the place of ``read`` and ``write``.
+
+        They are called from the event loop. They must not block, and raise nothing.
+
+        Args:
+            on_message: Called with each message of the client.
+            on_half_closed: Called when the client sends no more.
+            next_message: Returns the next message to send, when there is room for one; None if none waits. Call
+                ``wake`` when there may be one again.
+        """
+        self._on_message, self._on_half_closed, self._next_message = on_message, on_half_closed, next_message
+        early = [*self._messages]
+        self._messages.clear()
+        self._side.received.bytes -= self._queued
+        self._queued = 0
+        for message in early:
+            self._deliver(message, on_message)
+        if self._half_closed:
+            on_half_closed()
+        self._allow()
+        self.wake()
+
+    def wake(self) -> None:
+        """Sends the messages of ``next_message`` with the connection's next write."""
+        self._side.pull(self)
+
+    def pull(self) -> None:
+        """Sends messages while there is room."""
+        while not (self.unsent or self.is_over) and (message := self._next_message()) is not None:
+            self.unsent = prefixed(message)
+            self._begin()
+            self._side.send(self)
+
+    async def requests(self) -> AsyncIterator[Any]:
+        """Yields the messages."""
+        while (message := await self.read()) is not grpc.aio.EOF:
+            yield message
+
+    async def write(self, message: Any) -> None:
+        """Sends a message, and waits until the connection has room for it."""
+        encoded = message if self.serialize is None else self.serialize(message)
+        if self.is_over:
+            return
+        # What a cancelled write has left goes first.
+        self.unsent = bytes(self.unsent) + prefixed(encoded) if self.unsent else prefixed(encoded)
+        self._begin()
+        self._side.send(self)
+        while self.unsent and not self.is_over:
+            self._room = self._side.loop.create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: _Trailing = ()) -> Never:
+        """Ends the handler, and the call with a status."""
+        self._code, self._details, self._trailing = code, details, trailing_metadata
+        raise grpc.aio.AbortError
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Sets the code of the status."""
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        """Sets the message of the status."""
+        self._details = details
+
+    def set_trailing_metadata(self, trailing_metadata: _Trailing) -> None:
+        """Sets the metadata sent with the status."""
+        self._trailing = trailing_metadata
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """Returns the client's metadata. The values of an entry that it sent several times are joined with commas."""
+        if self._metadata is None:
+            self._metadata = tuple(
+                (name.decode("latin-1"), _from_base64(value) if name.endswith(b"-bin") else value.decode("latin-1"))
+                for name, value in self.headers.items()
+                if not name.startswith(b":")
+            )
+        return self._metadata
+
+    def time_remaining(self) -> float | None:
+        """Returns the seconds until the client gives up; None if it never does."""
+        return None if self._deadline is None else max(0.0, self._deadline - self._side.loop.time())
+
+    def names(self) -> tuple[str, ...]:
+        """Returns the names in the client's certificate; empty if it showed none that is valid."""
+        return self._side.names
+
+    def peer(self) -> str:
+        """Returns the client's address, as gRPC names it."""
+        return self._side.peer
+
+    def finish(self) -> None:
+        """Sends the status."""
+        if self.is_over:
+            return
+        side = self._side
+        side.drop(self)
+        side.append(frame(Kind.HEADERS, self._status(), flags=END_HEADERS | END_STREAM, stream=self.number))
+        if not self._half_closed:
+            side.append(frame(Kind.RST_STREAM, bytes(4), stream=self.number))
+
+    def _status(self) -> bytes:
+        if self._code is grpc.StatusCode.OK and self._has_begun:
+            return _OK
+        fields = [("grpc-status", str(self._code.value[0]))]
+        if self._details:
+            fields.append(("grpc-message", quote(self._details[:_MAX_DETAILS], safe=" !#$&'()*+,/:;=?@[]")))
+        for name, value in self._trailing:
+            text = base64.b64encode(value).decode().rstrip("=") if isinstance(value, bytes) else value
+            fields.append((name, text))
+        encoded = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields])
+        return encoded if self._has_begun else _BEGINNING + encoded
+
+    def take(self, payload: bytes, length: int, *, ends: bool) -> None:
+        """Takes data of the client; ``length`` is its size with padding.
+
+        Raises:
+            Http2Violation: it is more than the client may send.
+        """
+        if self._half_closed or self._unallowed + length > WINDOW_BYTES:
+            raise Http2Violation("received data after the end of a call, or more than its window")
+        self._unallowed += length
+        received, held = self._side.received, len(self._reader)
+        self._half_closed = ends
+        refused: Http2Violation | None = None
+        try:
+            self._reader.take(payload, self._queue)
+        except Http2Violation as violation:
+            refused = violation
+        received.bytes += len(self._reader) - held
+        if refused is not None:
+            is_long = isinstance(refused, MessageTooLong)
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.UNIMPLEMENTED
+            self._fail(code, str(refused))
+        elif received.bytes > MAX_RECEIVED_BYTES:
+            self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server holds too many messages")
+        elif self._on_message is not None:
+            self._allow()
+            if ends:
+                self._on_half_closed()
+        elif self._waiter is not None:
+            if (self._messages or ends) and not self._waiter.done():
+                self._waiter.set_result(None)
+            else:
+                self._allow()
+
+    def _fail(self, code: grpc.StatusCode, details: str) -> None:
+        self._code, self._details = code, details
+        self.finish()
+        self.on_cancelled()
+
+    def _expire(self) -> None:
+        self._fail(grpc.StatusCode.DEADLINE_EXCEEDED, "the time of the call is over")
+
+    def cancelled(self) -> None:
+        """Ends the call because the client left it, or the connection is lost."""
+        self._side.drop(self)
+        self.on_cancelled()
+
+    def closed(self) -> None:
+        """Forgets the unread messages."""
+        self.is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._side.received.bytes -= self._queued + len(self._reader)
+        self._queued = 0
+        self._messages.clear()
+        self._reader = MessageReader(MAX_MESSAGE_BYTES)
+        self.written()
+
+    def written(self) -> None:
+        """Wakes the writer: nothing is unsent."""
+        self.unsent = b""
+        if self._on_message is not None:
+            self.wake()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    def _queue(self, message: bytes) -> None:
+        side, size = self._side, len(message) + _MESSAGE_BYTES
+        side.earn(_ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items)
+        self._has_message = True
+        if self._on_message is not None:
+            self._deliver(message, self._on_message)
+            return
+        self._messages.append(message)
+        self._queued += size
+        side.received.bytes += size
+
+    def _allow(self) -> None:
+        if self._unallowed > WINDOW_BYTES // 2 and not (self._half_closed or self.is_over):
+            self._side.append(window_update(self.number, self._unallowed))
+            self._unallowed = 0
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._side.append(frame(Kind.HEADERS, _BEGINNING, flags=END_HEADERS, stream=self.number))
+
+
+_OK: Final = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple("grpc-status", "0")])
+
+
+def _ignore() -> None:
+    pass
+
+
+def _nothing() -> None:
+    return None
+
+
+_NOT_DECOMPRESSED: Final = (MessageTooLong, ValueError, zlib.error)
+
+
+def _decompress(message: bytes, max_bytes: int) -> bytes:
+    """Returns the content of a compressed message.
+
+    Raises:
+        MessageTooLong: it is too long.
+        ValueError, zlib.error: it is not compressed, or cut off.
+    """
+    decompressor = zlib.decompressobj(_ANY_FORMAT)
+    content = decompressor.decompress(message, max_bytes)
+    if decompressor.unconsumed_tail:
+        raise MessageTooLong(f"expected messages of at most {max_bytes} bytes, received a longer one")
+    if not decompressor.eof:
+        raise ValueError("received a compressed message that is cut off")
+    return content
+
+
+def _from_base64(value: bytes) -> bytes:
+    try:
+        return base64.b64decode(value + b"=" * (-len(value) % 4))
+    except ValueError:
+        return value
