@@ -310,7 +310,7 @@ class Http2Side(ABC):
         table = self._decoder.header_table
         before = table.maxsize, *table.dynamic_entries
         try:
-            fields = self._decoder.decode(block, raw=True)
+            fields = list(self._decoder.decode(block, raw=True))
         except hpack.HPACKError as error:
             raise Http2Violation(f"received headers that cannot be decoded: {error}") from None
         headers = dict(fields)
