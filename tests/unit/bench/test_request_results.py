@@ -112,11 +112,11 @@ def test_tables_show_values_parts_verdicts_and_an_earlier_run(bench: SimpleNames
     before, samples = bench.samples.Samples(), bench.samples.Samples()
     for taken, frontend in ((before, 900.0), (samples, 300.0)):
         taken.add("1k", "split", 0, {"cpu_us": 2 * frontend, "cpu_us frontend": frontend})
-        taken.add("1k", "Dynamo", 0, {"cpu_us": 300.0})
+        taken.add("1k", "Dynamo", 0, {"cpu_us": 400.0})
     assert "frontend 300" in drawn(bench.report.measurements(samples))
     row = next(line for line in drawn(bench.report.bars(samples, before)).splitlines() if "split" in line)
-    assert "6.00 times Dynamo" in row
-    assert "2.00 times Dynamo" in row
+    assert "4.50 times Dynamo" in row
+    assert "1.50 times Dynamo" in row
     assert "met" in row
 
 

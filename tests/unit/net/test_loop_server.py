@@ -385,19 +385,24 @@ async def test_calls_left_before_they_are_checked_count_as_refused() -> None:
 
 
 async def test_a_short_answer_does_not_wait_for_all_of_a_long_one() -> None:
-    async def answer(_incoming: object, context: Context) -> None:
-        await context.write(bytes(int(await context.read())))
-
-    options = [("grpc.max_receive_message_length", -1), ("grpc.http2.lookahead_bytes", 64 << 20)]
-    async with serving() as running, grpc.aio.insecure_channel(running.address, options=options) as channel:
-        serve(running, "test.Answer", answer)
-        long, short = (channel.stream_stream("/test.Answer/Call")() for _ in range(2))
-        await long.write(b"50000000")
-        await short.write(b"3")
-        read = asyncio.create_task(long.read())
-        assert await short.read() == bytes(3)
-        assert not read.done()
-        assert len(await read) == 50_000_000
+    begun: list[received_call.ReceivedCall] = []
+    calls = received_calls.ReceivedCalls("", received_call.Received(), begun.append)
+    calls.receive(PREFACE + settings({Setting.INITIAL_WINDOW_SIZE: 1 << 30}) + window_update(0, 1 << 30))
+    for stream in (1, 3):
+        calls.receive(frame(Kind.HEADERS, request_headers(ECHO), flags=END_HEADERS | END_STREAM, stream=stream))
+    answers = [
+        asyncio.create_task(call.write(message))
+        for call, message in zip(begun, (bytes(8 << 20), b"short"), strict=True)
+    ]
+    await asyncio.sleep(0)
+    before, sent = 0, b""
+    while b"short" not in sent:
+        before += len(sent)
+        sent = calls.take()
+    assert before < 1 << 20
+    while calls.take():
+        pass
+    await asyncio.gather(*answers)
 
 
 async def test_all_addresses_of_a_host_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
