@@ -35,11 +35,16 @@ async def test_a_prefill_worker_computes_a_long_prompt_for_a_decode_worker(fleet
     assert "to transfer 100 tokens" in served.routing[0].prefill_reason
     assert len(served.routing) == 1
     assert fleet.prefills("remote") == 1
-    await fleet.until_idle()
-    await fleet.serve(first=1000)
-    status = await fleet.system.scheduler.get_status(GetStatusRequest(decisions=10), deadline=Deadline.after(10))
-    measured = [each.prefill.transfer_factor for each in status.decisions if each.HasField("prefill")]
-    assert sorted(factor == 1 for factor in measured) == [False, True], "the hand-over of the first request counts"
+    # A hand-over is not measured if the first token overtakes the end of the prefill on its way to the Frontend.
+    for first in range(1000, 11_000, 1000):
+        await fleet.until_idle()
+        await fleet.serve(first=first)
+        status = await fleet.system.scheduler.get_status(GetStatusRequest(decisions=30), deadline=Deadline.after(10))
+        factors = [each.prefill.transfer_factor for each in status.decisions if each.HasField("prefill")]
+        if factors[0] != 1:
+            break
+    assert factors[-1] == 1
+    assert factors[0] != 1, "the hand-over of an earlier request counts"
 
 
 async def test_the_detour_begins_with_the_first_prefill_worker_and_ends_with_the_last_one(
