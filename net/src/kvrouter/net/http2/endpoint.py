@@ -7,7 +7,7 @@ import socket
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import cast
+from typing import ClassVar, cast
 
 from kvrouter.net.budgets import loop_budget
 from kvrouter.net.http2.options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
@@ -17,8 +17,6 @@ _CHECKS_TO_PING = KEEPALIVE_MS // KEEPALIVE_TIMEOUT_MS
 _SLICE_BYTES = 16 << 10
 _READ_US = 20
 """CPU time of a small read, microseconds."""
-_BYTES_PER_US = 4
-"""Bytes processed in a microsecond, when they are the outputs of an engine's step."""
 
 
 class ConnectionLost(Exception):
@@ -32,6 +30,9 @@ class ConnectionLost(Exception):
 
 class Endpoint(asyncio.Protocol):
     """One end of a connection. Subclasses know the protocol."""
+
+    bytes_per_us: ClassVar[int] = 4
+    """Bytes processed in a microsecond, by default outputs of an engine's step."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -97,7 +98,7 @@ class Endpoint(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Implements asyncio.Protocol."""
         self._heard = True
-        if len(data) <= _SLICE_BYTES and not self._unread and self._budget.take(_cost_us(data)):
+        if len(data) <= _SLICE_BYTES and not self._unread and self._budget.take(self._cost_us(data)):
             self._receive(data)
             return
         if not self._unread and self._transport is not None and not self._transport.is_closing():
@@ -105,17 +106,20 @@ class Endpoint(asyncio.Protocol):
         is_waiting = bool(self._unread)
         self._unread.extend(data[start : start + _SLICE_BYTES] for start in range(0, len(data), _SLICE_BYTES))
         if not is_waiting:
-            self._budget.call(_cost_us(self._unread[0]), self._receive_waiting)
+            self._budget.call(self._cost_us(self._unread[0]), self._receive_waiting)
 
     def _receive_waiting(self) -> None:
         """Processes the next slice of the input."""
         self._receive(self._unread.popleft())
         if self._unread:
-            self._budget.call(_cost_us(self._unread[0]), self._receive_waiting)
+            self._budget.call(self._cost_us(self._unread[0]), self._receive_waiting)
         elif self._lost is not None:
             self.end(self._lost)
         elif self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
+
+    def _cost_us(self, data: bytes) -> int:
+        return _READ_US + len(data) // self.bytes_per_us
 
     def _close(self, last_bytes: Callable[[], bytes]) -> None:
         """Writes the last bytes and closes the connection, unless it is closed."""
@@ -146,7 +150,3 @@ class Endpoint(asyncio.Protocol):
         # Rounded, so that the checks of many connections wake the process together.
         step = _CHECK_SECONDS / 10
         self._check = self._loop.call_at(round(self._loop.time() / step) * step + _CHECK_SECONDS, self._check_heard)
-
-
-def _cost_us(data: bytes) -> int:
-    return _READ_US + len(data) // _BYTES_PER_US
