@@ -422,3 +422,19 @@ async def test_all_addresses_of_a_host_are_served(monkeypatch: pytest.MonkeyPatc
             writer.close()
     finally:
         await server.stop(0.0)
+
+
+async def test_what_a_call_held_is_no_longer_counted_once_it_has_failed() -> None:
+    begun: list[received_call.ReceivedCall] = []
+    received, delivered = received_call.Received(), list[bytes]()
+    calls = received_calls.ReceivedCalls("", received, begun.append)
+    headers = request_headers(ECHO, (("grpc-encoding", "gzip"),))
+    calls.receive(PREFACE + frame(Kind.HEADERS, headers, flags=END_HEADERS, stream=1))
+    begun[0].start(delivered.append, lambda: None, lambda: None)
+    packed = gzip.compress(b"packed")
+    good, bad = (b"\1" + len(body).to_bytes(4, "big") + body for body in (packed, b"no gzip"))
+    calls.receive(frame(Kind.DATA, good + bad[:3], stream=1))
+    assert (delivered, received.bytes) == ([b"packed"], 3)
+    calls.receive(frame(Kind.DATA, bad[3:] + good + b"rest", stream=1))
+    assert begun[0].is_over
+    assert (delivered, received.bytes) == ([b"packed"], 0)

@@ -68,6 +68,7 @@ class ReceivedCall:
         "_has_begun",
         "_has_message",
         "_header_items",
+        "_held",
         "_messages",
         "_metadata",
         "_next_message",
@@ -122,6 +123,8 @@ class ReceivedCall:
         """Bytes received since the client was last allowed more."""
         self._queued = 0
         """Size of ``_messages``."""
+        self._held = 0
+        """Bytes of the message that has begun, as the server counts them."""
         self._on_message: Callable[[bytes], None] | None = None
         self._on_half_closed: Callable[[], None] = _ignore
         self._next_message: Callable[[], bytes | None] = _nothing
@@ -175,6 +178,8 @@ class ReceivedCall:
         self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.INTERNAL, str(error))
 
     def _deliver(self, message: bytes, on_message: Callable[[bytes], None]) -> None:
+        if self.is_over:
+            return
         if isinstance(message, Compressed):
             try:
                 message = _decompress(message, _MAX_DELIVERED_BYTES)
@@ -313,14 +318,17 @@ class ReceivedCall:
         if self._half_closed or self._unallowed + length > WINDOW_BYTES:
             raise Http2Violation("received data after the end of a call, or more than its window")
         self._unallowed += length
-        received, held = self._side.received, len(self._reader)
+        received = self._side.received
         self._half_closed = ends
         refused: Http2Violation | None = None
         try:
             self._reader.take(payload, self._queue)
         except Http2Violation as violation:
             refused = violation
-        received.bytes += len(self._reader) - held
+        if self.is_over:
+            return  # A message could not be decompressed.
+        received.bytes += len(self._reader) - self._held
+        self._held = len(self._reader)
         if refused is not None:
             is_long = isinstance(refused, MessageTooLong)
             code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.UNIMPLEMENTED
@@ -355,8 +363,8 @@ class ReceivedCall:
         self.is_over = True
         if self._timer is not None:
             self._timer.cancel()
-        self._side.received.bytes -= self._queued + len(self._reader)
-        self._queued = 0
+        self._side.received.bytes -= self._queued + self._held
+        self._queued = self._held = 0
         self._messages.clear()
         self._reader = MessageReader(MAX_MESSAGE_BYTES)
         self.written()
