@@ -177,9 +177,11 @@ _BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 async def lateness() -> AsyncIterator[float]:
     """Yields every ``PERIOD_S`` how many seconds late a timer of the event loop was."""
+    tick = 0
     while True:
-        # At multiples of the interval, so that all measurements of a process share a wake-up.
-        due = (time.monotonic() // PERIOD_S + 1) * PERIOD_S
+        # At multiples of the interval, so that all measurements of a process share a wake-up. A timer may be early.
+        tick = max(tick, int(time.monotonic() / PERIOD_S)) + 1
+        due = tick * PERIOD_S
         await asyncio.sleep(due - time.monotonic())
         yield max(0.0, time.monotonic() - due)
 
