@@ -107,8 +107,8 @@ def error_status(error: KvRouterError) -> Status:
     return status
 
 
-class ServerCall(Protocol):
-    """A gRPC call at its server, which has a status in the end."""
+class StatusContext(Protocol):
+    """What a gRPC handler sets the status of its call with: a part of grpc.aio.ServicerContext."""
 
     def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, str | bytes], ...], /) -> None:
         """Sets the metadata sent with the status."""
@@ -120,16 +120,16 @@ class ServerCall(Protocol):
         """Sets the message of the status."""
 
 
-def set_error(call: ServerCall, error: KvRouterError) -> None:
+def set_error(context: StatusContext, error: KvRouterError) -> None:
     """Sets the error with which a call ends when its handler returns.
 
-    ``context.abort`` is no alternative: gRPC stores the exception it raises, which would keep the request alive
-    until the cyclic garbage collector runs.
+    ``context.abort`` raises an exception, whose traceback would keep the request alive until the cyclic garbage
+    collector runs.
     """
     status = error_status(error)
-    call.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
-    call.set_code(error.code)
-    call.set_details(status.message)
+    context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
+    context.set_code(error.code)
+    context.set_details(status.message)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KvRouterError:

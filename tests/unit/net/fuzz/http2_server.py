@@ -9,7 +9,7 @@ from contextlib import suppress
 import grpc
 from kvrouter.net.http2.frames import PREFACE
 from kvrouter.net.http2.options import CONNECTION_CALLS
-from kvrouter.net.http2.received_call import Received, ReceivedCall
+from kvrouter.net.http2.received_call import MESSAGE_BYTES, Received, ReceivedCall
 from kvrouter.net.http2.received_calls import ReceivedCalls
 from kvrouter.net.http2.side import Flood, Http2Violation
 
@@ -44,7 +44,7 @@ async def run_client_script(chunks: list[bytes], *, finishes: bool) -> type[Http
         await asyncio.sleep(0)
         written += side.take()
         assert len(side.calls) <= CONNECTION_CALLS
-        assert received.bytes == sum(call._queued + len(call._reader) for call in side.calls.values())
+        assert received.bytes == sum(map(unread_bytes, side.calls.values()))
     for call in list(side.calls.values()):
         call.cancelled()
     for task in tasks:
@@ -55,6 +55,11 @@ async def run_client_script(chunks: list[bytes], *, finishes: bool) -> type[Http
     assert received.bytes == 0, "what a connection held is free"
     assert b"".join(frames_of(written)) == written
     return violation
+
+
+def unread_bytes(call: ReceivedCall) -> int:
+    """Returns the size of what a call holds."""
+    return sum(len(message) + MESSAGE_BYTES for message in call._messages) + len(call._reader)
 
 
 def fuzz_server(seed: int) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WINDOW_BYTES: Final = 256 << 10
 """Bytes a client may send on a call before they are read, unless the handler waits for the rest of a message."""
-_MESSAGE_BYTES: Final = 64
+MESSAGE_BYTES: Final = 64
 """Memory of a message besides its content."""
 MAX_RECEIVED_BYTES: Final = 256 << 20
 """Bytes of messages a server holds until their handlers read them. Beyond it, a call that receives more fails."""
@@ -62,19 +62,18 @@ class ReceivedCall:
 
     __slots__ = (
         "_code",
+        "_counted",
         "_deadline",
         "_details",
         "_half_closed",
         "_has_begun",
         "_has_message",
         "_header_items",
-        "_held",
         "_messages",
         "_metadata",
         "_next_message",
         "_on_half_closed",
         "_on_message",
-        "_queued",
         "_reader",
         "_room",
         "_side",
@@ -121,10 +120,8 @@ class ReceivedCall:
         self._room: asyncio.Future[None] | None = None
         self._unallowed = 0
         """Bytes received since the client was last allowed more."""
-        self._queued = 0
-        """Size of ``_messages``."""
-        self._held = 0
-        """Bytes of the message that has begun, as the server counts them."""
+        self._counted = 0
+        """Its part of ``side.received``: messages that are not read, and the one that has begun."""
         self._on_message: Callable[[bytes], None] | None = None
         self._on_half_closed: Callable[[], None] = _ignore
         self._next_message: Callable[[], bytes | None] = _nothing
@@ -155,8 +152,7 @@ class ReceivedCall:
             finally:
                 self._waiter = None
         message = self._messages.popleft()
-        self._queued -= len(message) + _MESSAGE_BYTES
-        self._side.received.bytes -= len(message) + _MESSAGE_BYTES
+        self._count(-len(message) - MESSAGE_BYTES)
         self._allow()
         if isinstance(message, Compressed):
             message = await self._decompressed(message)
@@ -205,11 +201,9 @@ class ReceivedCall:
                 ``wake`` when there may be one again.
         """
         self._on_message, self._on_half_closed, self._next_message = on_message, on_half_closed, next_message
-        early = [*self._messages]
-        self._messages.clear()
-        self._side.received.bytes -= self._queued
-        self._queued = 0
-        for message in early:
+        while self._messages:
+            message = self._messages.popleft()
+            self._count(-len(message) - MESSAGE_BYTES)
             self._deliver(message, on_message)
         if self._half_closed:
             on_half_closed()
@@ -318,7 +312,7 @@ class ReceivedCall:
         if self._half_closed or self._unallowed + length > WINDOW_BYTES:
             raise Http2Violation("received data after the end of a call, or more than its window")
         self._unallowed += length
-        received = self._side.received
+        begun_bytes = len(self._reader)
         self._half_closed = ends
         refused: Http2Violation | None = None
         try:
@@ -327,13 +321,12 @@ class ReceivedCall:
             refused = violation
         if self.is_over:
             return  # A message could not be decompressed.
-        received.bytes += len(self._reader) - self._held
-        self._held = len(self._reader)
+        self._count(len(self._reader) - begun_bytes)
         if refused is not None:
             is_long = isinstance(refused, MessageTooLong)
             code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.UNIMPLEMENTED
             self._fail(code, str(refused))
-        elif received.bytes > MAX_RECEIVED_BYTES:
+        elif self._side.received.bytes > MAX_RECEIVED_BYTES:
             self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server holds too many messages")
         elif self._on_message is not None:
             self._allow()
@@ -363,8 +356,7 @@ class ReceivedCall:
         self.is_over = True
         if self._timer is not None:
             self._timer.cancel()
-        self._side.received.bytes -= self._queued + self._held
-        self._queued = self._held = 0
+        self._count(-self._counted)
         self._messages.clear()
         self._reader = MessageReader(MAX_MESSAGE_BYTES)
         self.written()
@@ -378,15 +370,17 @@ class ReceivedCall:
             self._room.set_result(None)
 
     def _queue(self, message: bytes) -> None:
-        side, size = self._side, len(message) + _MESSAGE_BYTES
-        side.earn(_ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items)
+        self._side.earn(_ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items)
         self._has_message = True
         if self._on_message is not None:
             self._deliver(message, self._on_message)
             return
         self._messages.append(message)
-        self._queued += size
-        side.received.bytes += size
+        self._count(len(message) + MESSAGE_BYTES)
+
+    def _count(self, size: int) -> None:
+        self._counted += size
+        self._side.received.bytes += size
 
     def _allow(self) -> None:
         if self._unallowed > WINDOW_BYTES // 2 and not (self._half_closed or self.is_over):

@@ -34,6 +34,7 @@ _OPEN_SECONDS = 10.0
 
 _MAX_OPEN_BYTES = 64 << 10
 """Maximum size of a message of a call for everybody."""
+
 _REFUSALS_PER_SECOND = 100
 """Calls in a second refused for their callers' limits; each takes about 1 ms."""
 _MAX_REFUSAL_SECONDS = 5.0

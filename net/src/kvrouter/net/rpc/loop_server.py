@@ -1,4 +1,4 @@
-"""A gRPC server on the event loop, for calls of many small messages.
+"""A gRPC server on the event loop.
 
 grpc.aio reads in a thread and wakes the event loop for each operation. Here, the messages of all calls of a connection
 that arrive together are one read, and their answers one write.
@@ -24,7 +24,7 @@ log = get_logger(__name__)
 
 _HANDSHAKE_SECONDS = 10.0
 _BACKLOG = 4_096
-"""Maximum number of connections in wait for the event loop."""
+"""Maximum number of new connections that wait for the event loop."""
 _BOTH_FAMILIES = "::"
 _ANY_HOST = ("", "0.0.0.0", _BOTH_FAMILIES)  # noqa: S104 - as gRPC, which listens for both families then
 
@@ -103,7 +103,6 @@ class LoopServer(Handlers):
                 listening = socket.create_server(
                     (address, port),
                     family=family,
-                    backlog=_BACKLOG,
                     reuse_port=self._reuse_port,
                     dualstack_ipv6=address == _BOTH_FAMILIES,
                 )
@@ -166,8 +165,8 @@ class LoopServer(Handlers):
             call.set_code(grpc.StatusCode.UNKNOWN)
             call.set_details("the call failed; the server's log has the cause")
         except asyncio.CancelledError:
-            # Of a client that has left, or a handler's own. Kept by the task, it would keep the call until the garbage
-            # collector runs.
+            # The client has left, or the handler cancelled itself. If the task ended with the exception, it would keep
+            # the call until the garbage collector runs.
             call.set_code(grpc.StatusCode.CANCELLED)
         call.on_cancelled = _ignore
         call.finish()

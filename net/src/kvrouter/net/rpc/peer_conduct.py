@@ -1,7 +1,7 @@
 """Closes connections with floods of calls without a credential.
 
-A refused call costs a server as much as an idle admitted one. gRPC serves calls in the order in which they
-come, so a flood of them would delay everybody, and has no way to close one connection. So its socket is shut down.
+A refused call costs a server as much as an idle admitted one. Calls are served in the order in which they come, so a
+flood of them would delay everybody. The socket of a connection that floods is shut down.
 """
 
 from __future__ import annotations
