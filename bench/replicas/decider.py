@@ -3,9 +3,10 @@
     python bench/replicas/decider.py [--seconds 300] [--stops 3] [--burners 2] [--rate 20] [-- FRONTEND OPTIONS]
 
 First the deciding Scheduler is stopped for 300 ms of every second: nothing should replace it. Then it is stopped for
-5 s, several times: another Scheduler should take over in less than a second. Requests of 1k tokens come at a steady
-rate meanwhile. None may fail, decisions without overlaps are counted, and no Scheduler may keep a booking. Overload
-advises no sharding here, which moves sessions, too.
+5 s, several times: another Scheduler should take over in less than a second, and the stopped one should not be used
+when it continues, as long as the Frontend avoids it. Requests of 1k tokens come at a steady rate meanwhile. None may
+fail, decisions without overlaps are counted, and no Scheduler may keep a booking. Overload advises no sharding here,
+which moves sessions, too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from systems import Servers, running_servers
 
 SCHEDULERS = ("scheduler-0", "scheduler-1")
 SHORT_SECONDS, LONG_SECONDS = 0.3, 5.0
-AVOIDED_SECONDS = 16.0
+AVOIDED_SECONDS = 15.0
 """Time for which a Frontend avoids a Scheduler that did not answer."""
 
 
@@ -141,9 +142,15 @@ async def measure(options: argparse.Namespace, directory: Path) -> None:
             took = time.monotonic() - began
             await asyncio.sleep(max(0.0, began + LONG_SECONDS - time.monotonic()))
             system.signal(decider, signal.SIGCONT)
-            await asyncio.sleep(AVOIDED_SECONDS)
+            await asyncio.sleep(max(0.0, began + AVOIDED_SECONDS - time.monotonic()))
+            returns = system.sessions()[sessions + 1 :].count(decider)
+            await asyncio.sleep(LONG_SECONDS)
             longest = max(request.waited for request in system.requests[first:])
-            print(f"stopped for 5 s: replaced after {took:.2f} s, longest wait {longest:.2f} s", flush=True)
+            print(
+                f"stopped for 5 s: replaced after {took:.2f} s, longest wait {longest:.2f} s, "
+                f"used again {returns} times while it is avoided",
+                flush=True,
+            )
         loading.cancel()
         await asyncio.wait({loading})
         await until(system.has_no_bookings)
