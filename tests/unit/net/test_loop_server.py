@@ -311,7 +311,7 @@ async def test_one_port_serves_both_families() -> None:
 
 async def test_answers_to_streamed_messages_are_no_flood() -> None:
     begun: list[received_call.ReceivedCall] = []
-    calls = received_calls.ReceivedCalls("", received_call.Received(), begun.append)
+    calls = received_calls.ReceivedCalls(received_call.Received(), begun.append)
     opening = frame(Kind.HEADERS, request_headers(ECHO, ()), flags=END_HEADERS | END_STREAM, stream=1)
     calls.receive(PREFACE + settings({}) + opening)
     answers = window_update(1, 10) + window_update(0, 10) + frame(Kind.PING, bytes(8))
@@ -364,7 +364,7 @@ async def test_calls_for_everybody_have_short_messages() -> None:
 
 async def test_a_call_may_end_within_a_block_of_headers() -> None:
     begun: list[received_call.ReceivedCall] = []
-    calls = received_calls.ReceivedCalls("", received_call.Received(), begun.append)
+    calls = received_calls.ReceivedCalls(received_call.Received(), begun.append)
     calls.receive(PREFACE + frame(Kind.HEADERS, request_headers(ECHO), flags=END_HEADERS, stream=1))
     calls.receive(frame(Kind.HEADERS, request_headers(ECHO), stream=1))
     begun[0].finish()
@@ -376,8 +376,8 @@ async def test_a_call_may_end_within_a_block_of_headers() -> None:
 async def test_calls_left_before_they_are_checked_count_as_refused() -> None:
     async with serving() as running, hostile_peer(running.address) as peer:
         conduct = running.gate.conduct
-        counted: list[str] = []
-        conduct.without_credential = lambda peer: bool(counted.append(peer))  # type: ignore[method-assign]
+        counted: list[received_call.ReceivedCall] = []
+        conduct.without_credential = lambda call: bool(counted.append(call))  # type: ignore[method-assign]
         stream = peer.open(ECHO)
         peer.data(stream, message_head(0))
         peer.send(frame(Kind.RST_STREAM, struct.pack(">I", 8), stream=stream))
@@ -386,7 +386,7 @@ async def test_calls_left_before_they_are_checked_count_as_refused() -> None:
 
 async def test_a_short_answer_does_not_wait_for_all_of_a_long_one() -> None:
     begun: list[received_call.ReceivedCall] = []
-    calls = received_calls.ReceivedCalls("", received_call.Received(), begun.append)
+    calls = received_calls.ReceivedCalls(received_call.Received(), begun.append)
     calls.receive(PREFACE + settings({Setting.INITIAL_WINDOW_SIZE: 1 << 30}) + window_update(0, 1 << 30))
     for stream in (1, 3):
         calls.receive(frame(Kind.HEADERS, request_headers(ECHO), flags=END_HEADERS | END_STREAM, stream=stream))
@@ -427,7 +427,7 @@ async def test_all_addresses_of_a_host_are_served(monkeypatch: pytest.MonkeyPatc
 async def test_what_a_call_held_is_no_longer_counted_once_it_has_failed() -> None:
     begun: list[received_call.ReceivedCall] = []
     received, delivered = received_call.Received(), list[bytes]()
-    calls = received_calls.ReceivedCalls("", received, begun.append)
+    calls = received_calls.ReceivedCalls(received, begun.append)
     headers = request_headers(ECHO, (("grpc-encoding", "gzip"),))
     calls.receive(PREFACE + frame(Kind.HEADERS, headers, flags=END_HEADERS, stream=1))
     begun[0].start(delivered.append, lambda: None, lambda: None)

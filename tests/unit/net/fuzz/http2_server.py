@@ -33,7 +33,7 @@ async def run_client_script(chunks: list[bytes], *, finishes: bool) -> type[Http
         tasks.append(asyncio.create_task(serve(call)))
         call.on_cancelled = tasks[-1].cancel
 
-    side = ReceivedCalls("ipv4:1", received, begin)
+    side = ReceivedCalls(received, begin)
     written, violation = side.take(), None
     for chunk in chunks:
         try:

@@ -49,8 +49,8 @@ class CallStreamServer:
         self._connections: set[StreamConnection] = set()
         self._streams_by_peer: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.on_opening: Callable[[str, bool], None] = lambda _peer, _admitted: None
-        """Called with the peer of a new stream, as gRPC names it, and whether it is admitted."""
+        self.on_opening: Callable[[ReceivedCall, bool], None] = lambda _stream, _admitted: None
+        """Called with a new stream, and whether it is admitted."""
         self._draining = False
         self._changed = asyncio.Event()
 
@@ -94,10 +94,10 @@ class CallStreamServer:
                 peer.open_stream(self._names)
             self._make_room(address)
         except KvRouterError as refused:
-            self.on_opening(address, False)
+            self.on_opening(context, False)
             set_error(context, refused)
             return
-        self.on_opening(address, True)
+        self.on_opening(context, True)
         self._streams_by_peer[address] += 1
         try:
             await self._serve_admitted(context, peer)

@@ -76,11 +76,11 @@ class ReceivedCall:
         "_on_message",
         "_reader",
         "_room",
-        "_side",
         "_timer",
         "_trailing",
         "_unallowed",
         "_waiter",
+        "connection",
         "headers",
         "is_over",
         "is_served",
@@ -93,8 +93,10 @@ class ReceivedCall:
         "window",
     )
 
-    def __init__(self, side: ReceivedCalls, number: int, headers: dict[bytes, bytes], window: int) -> None:
+    def __init__(self, connection: ReceivedCalls, number: int, headers: dict[bytes, bytes], window: int) -> None:
         """``window``: bytes the client accepts at first."""
+        self.connection = connection
+        """The calls of its connection."""
         self.number = number
         self.headers = headers
         self.path = headers.get(b":path", b"").decode("ascii", "replace")
@@ -111,7 +113,6 @@ class ReceivedCall:
         """Data that waits for the client's windows, or for the socket."""
         self.window = window
         """Bytes the client accepts."""
-        self._side = side
         self._messages: deque[bytes] = deque()
         may_compress = headers.get(b"grpc-encoding") in _COMPRESSIONS
         self._reader = MessageReader(MAX_MESSAGE_BYTES, may_compress=may_compress)
@@ -121,12 +122,12 @@ class ReceivedCall:
         self._unallowed = 0
         """Bytes received since the client was last allowed more."""
         self._counted = 0
-        """Its part of ``side.received``: messages that are not read, and the one that has begun."""
+        """Its part of ``connection.received``: messages that are not read, and the one that has begun."""
         self._on_message: Callable[[bytes], None] | None = None
         self._on_half_closed: Callable[[], None] = _ignore
         self._next_message: Callable[[], bytes | None] = _nothing
         self._has_message = False
-        self._header_items = side.header_items
+        self._header_items = connection.header_items
         """Flood items the headers took."""
         self._half_closed = False
         self._has_begun = False
@@ -137,15 +138,15 @@ class ReceivedCall:
         """When the client gives up, by the loop's clock; None for never."""
         self._timer: asyncio.TimerHandle | None = None
         if timeout := _TIMEOUT.fullmatch(headers.get(b"grpc-timeout", b"")):
-            self._deadline = side.loop.time() + int(timeout[1]) * _UNIT_SECONDS[timeout[2]]
-            self._timer = side.loop.call_at(self._deadline, self._expire)
+            self._deadline = connection.loop.time() + int(timeout[1]) * _UNIT_SECONDS[timeout[2]]
+            self._timer = connection.loop.call_at(self._deadline, self._expire)
 
     async def read(self) -> Any:
         """Returns the next message; grpc.aio.EOF if the client sends no more."""
         while not self._messages:
             if self._half_closed:
                 return grpc.aio.EOF
-            self._waiter = self._side.loop.create_future()
+            self._waiter = self.connection.loop.create_future()
             self._allow()
             try:
                 await self._waiter
@@ -212,14 +213,14 @@ class ReceivedCall:
 
     def wake(self) -> None:
         """Sends the messages of ``next_message`` with the connection's next write."""
-        self._side.pull(self)
+        self.connection.pull(self)
 
     def pull(self) -> None:
         """Sends messages while there is room."""
         while not (self.unsent or self.is_over) and (message := self._next_message()) is not None:
             self.unsent = prefixed(message)
             self._begin()
-            self._side.send(self)
+            self.connection.send(self)
 
     async def requests(self) -> AsyncIterator[Any]:
         """Yields the messages."""
@@ -234,9 +235,9 @@ class ReceivedCall:
         # What a cancelled write has left goes first.
         self.unsent = bytes(self.unsent) + prefixed(encoded) if self.unsent else prefixed(encoded)
         self._begin()
-        self._side.send(self)
+        self.connection.send(self)
         while self.unsent and not self.is_over:
-            self._room = self._side.loop.create_future()
+            self._room = self.connection.loop.create_future()
             try:
                 await self._room
             finally:
@@ -271,25 +272,25 @@ class ReceivedCall:
 
     def time_remaining(self) -> float | None:
         """Returns the seconds until the client gives up; None if it never does."""
-        return None if self._deadline is None else max(0.0, self._deadline - self._side.loop.time())
+        return None if self._deadline is None else max(0.0, self._deadline - self.connection.loop.time())
 
     def names(self) -> tuple[str, ...]:
         """Returns the names in the client's certificate; empty if it showed none that is valid."""
-        return self._side.names
+        return self.connection.names
 
     def peer(self) -> str:
         """Returns the client's address, as gRPC names it."""
-        return self._side.peer
+        return self.connection.peer
 
     def finish(self) -> None:
         """Sends the status."""
         if self.is_over:
             return
-        side = self._side
-        side.drop(self)
-        side.append(frame(Kind.HEADERS, self._status(), flags=END_HEADERS | END_STREAM, stream=self.number))
+        connection = self.connection
+        connection.drop(self)
+        connection.append(frame(Kind.HEADERS, self._status(), flags=END_HEADERS | END_STREAM, stream=self.number))
         if not self._half_closed:
-            side.append(frame(Kind.RST_STREAM, bytes(4), stream=self.number))
+            connection.append(frame(Kind.RST_STREAM, bytes(4), stream=self.number))
 
     def _status(self) -> bytes:
         if self._code is grpc.StatusCode.OK and self._has_begun:
@@ -326,7 +327,7 @@ class ReceivedCall:
             is_long = isinstance(refused, MessageTooLong)
             code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.UNIMPLEMENTED
             self._fail(code, str(refused))
-        elif self._side.received.bytes > MAX_RECEIVED_BYTES:
+        elif self.connection.received.bytes > MAX_RECEIVED_BYTES:
             self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server holds too many messages")
         elif self._on_message is not None:
             self._allow()
@@ -348,7 +349,7 @@ class ReceivedCall:
 
     def cancelled(self) -> None:
         """Ends the call because the client left it, or the connection is lost."""
-        self._side.drop(self)
+        self.connection.drop(self)
         self.on_cancelled()
 
     def closed(self) -> None:
@@ -370,7 +371,7 @@ class ReceivedCall:
             self._room.set_result(None)
 
     def _queue(self, message: bytes) -> None:
-        self._side.earn(_ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items)
+        self.connection.earn(_ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items)
         self._has_message = True
         if self._on_message is not None:
             self._deliver(message, self._on_message)
@@ -380,17 +381,17 @@ class ReceivedCall:
 
     def _count(self, size: int) -> None:
         self._counted += size
-        self._side.received.bytes += size
+        self.connection.received.bytes += size
 
     def _allow(self) -> None:
         if self._unallowed > WINDOW_BYTES // 2 and not (self._half_closed or self.is_over):
-            self._side.append(window_update(self.number, self._unallowed))
+            self.connection.append(window_update(self.number, self._unallowed))
             self._unallowed = 0
 
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._side.append(frame(Kind.HEADERS, _BEGINNING, flags=END_HEADERS, stream=self.number))
+            self.connection.append(frame(Kind.HEADERS, _BEGINNING, flags=END_HEADERS, stream=self.number))
 
 
 _OK: Final = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple("grpc-status", "0")])

@@ -34,19 +34,23 @@ _TURN_BYTES: Final = 64 << 10
 class ReceivedCalls(Http2Side):
     """The calls of one connection. ``take`` returns the bytes to write, ``receive`` processes those read."""
 
-    def __init__(self, peer: str, received: Received, begin: Callable[[ReceivedCall], None]) -> None:
+    def __init__(self, received: Received, begin: Callable[[ReceivedCall], None]) -> None:
         """Prepares the connection.
 
         Args:
-            peer: Address of the client, as gRPC names it.
             received: Size of the messages all connections of the server hold.
             begin: Called with each new call.
         """
         super().__init__()
         self.loop = asyncio.get_running_loop()
-        self.peer = peer
+        self.peer = ""
+        """Address of the client, as gRPC names it."""
         self.names: tuple[str, ...] = ()
         """Names in the client's certificate."""
+        self.is_admitted = False
+        """Whether a call was admitted. This and the allowance belong to ``PeerConduct``."""
+        self.allowance: tuple[float, float] | None = None
+        """Calls without a credential it may still make, and when they were computed."""
         self.received = received
         self.has_begun = False
         """Whether the client has shown that it speaks HTTP/2."""
@@ -54,6 +58,10 @@ class ReceivedCalls(Http2Side):
         """The running calls."""
         self.wake: Callable[[], None] = lambda: None
         """Called when ``take`` may return bytes."""
+        self.end: Callable[[Exception], None] = lambda _error: None
+        """Ends the connection with an error."""
+        self.is_over = False
+        """Whether the connection has ended."""
         self._begin = begin
         self._last = 0
         self._is_draining = False
@@ -151,7 +159,7 @@ class ReceivedCalls(Http2Side):
             self.send(call)
 
     def _is_over(self) -> bool:
-        return False
+        return self.is_over
 
     def _takes_data(self, stream: int) -> bool:
         return stream <= self._last and bool(stream & 1)

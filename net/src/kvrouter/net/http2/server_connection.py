@@ -37,9 +37,10 @@ class ServerConnection(Endpoint):
             begin: Called with each new call.
         """
         super().__init__()
-        self.calls = ReceivedCalls("", received, begin)
+        self.calls = ReceivedCalls(received, begin)
         """The calls."""
         self.calls.wake = self.wake
+        self.calls.end = self.end
         self._connections = connections
         self._idle_checks = 0
 
@@ -56,6 +57,7 @@ class ServerConnection(Endpoint):
     def end(self, error: Exception) -> None:
         """Ends all calls, and closes the connection."""
         self._connections.discard(self)
+        self.calls.is_over = True
         if self._check is not None:
             self._check.cancel()
         for call in list(self.calls.calls.values()):
@@ -65,7 +67,7 @@ class ServerConnection(Endpoint):
         self._close(self.calls.take)
 
     def _receive(self, data: bytes) -> None:
-        if self._transport is not None:
+        if not self.calls.is_over:
             try:
                 self.calls.receive(data)
             except Http2Violation as violation:

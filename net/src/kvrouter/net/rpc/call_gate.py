@@ -59,7 +59,7 @@ class CallGate:
     ) -> None:
         """``check`` decides which methods a peer may call; None permits all. ``max_calls`` bounds admitted calls.
 
-        Without ``admits`` the handlers tell ``conduct`` which peers have a valid credential.
+        Without ``admits`` the handlers tell ``conduct`` which calls have a valid credential.
         """
         self._admits = admits
         self.calls = 0
@@ -87,7 +87,6 @@ class CallGate:
         opens_stream = method.startswith(CALL_STREAMS)
 
         async def admit(context: ReceivedCall) -> None:
-            peer = context.peer()
             if self.calls >= self.max_calls:
                 refused: KvRouterError = TooLarge(f"the server runs its {self.max_calls} calls already")
             else:
@@ -98,12 +97,12 @@ class CallGate:
                     refused = error
                     if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                         await self._await_refusal()
-                    elif self.conduct.without_credential(peer):
+                    elif self.conduct.without_credential(context):
                         context.set_code(error.code)  # Few read it, and details cost as much as the rest of the call.
                         return
                 else:
                     if self._admits and not opens_stream:
-                        self.conduct.admitted(peer)
+                        self.conduct.admitted(context)
                     self.calls += 1
                     try:
                         await run(context)
@@ -127,7 +126,7 @@ class CallGate:
 
         async def serve(context: ReceivedCall) -> None:
             context.limit(_MAX_OPEN_BYTES)
-            self.conduct.without_credential(context.peer())
+            self.conduct.without_credential(context)
             try:
                 async with asyncio.timeout(seconds) as timeout:
                     with self.for_everybody.running(timeout):
@@ -145,7 +144,7 @@ class CallGate:
 
     async def refuse_unknown(self, context: ReceivedCall) -> None:
         """Serves a call of a method without a handler."""
-        self.conduct.without_credential(context.peer())
+        self.conduct.without_credential(context)
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details("the server has no such method")
 

@@ -152,7 +152,7 @@ class LoopServer(Handlers):
         self._tasks.discard(task)
         if not call.is_served:
             # The client left it before it was checked.
-            self._gate.conduct.without_credential(call.peer())
+            self._gate.conduct.without_credential(call)
 
     async def _serve(self, call: ReceivedCall) -> None:
         call.is_served = True

@@ -68,8 +68,7 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((self.call_streams.handler(),))
         self.health.register(self._server)
         add_reflection(self._server, [*self.services, CALL_STREAM_SERVICE, HEALTH_SERVICE])
-        port = self.gate.conduct.port = await self._server.start(bind)
-        return port
+        return await self._server.start(bind)
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new calls, cancels running ones after ``grace_seconds``, and closes all connections."""

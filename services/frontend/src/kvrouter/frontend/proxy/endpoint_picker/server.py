@@ -69,12 +69,12 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
         try:
             with self._metrics.running.track_inprogress():
                 if not await self._exchange(context):
-                    self._conduct.without_credential(context.peer())
+                    self._conduct.without_credential(context)
                     await context.abort(
                         grpc.StatusCode.DEADLINE_EXCEEDED, "no request of a caller came in time, or others came"
                     )
         except KvRouterError as error:
-            self._conduct.without_credential(context.peer())
+            self._conduct.without_credential(context)
             log.warning("gateway.refused", cause=error.message)
             await context.abort(error.code, str(error))
         finally:
@@ -84,17 +84,16 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
 
     async def _exchange(self, context: ReceivedCall) -> bool:
         """Processes a request. Returns False if its stream was ended because it brought no caller in time."""
-        peer = context.peer()
         timeout = asyncio.timeout(_OPENING_SECONDS)
         with ExitStack() as opening:
 
             def began(has_caller: bool) -> None:
                 if has_caller:
-                    self._conduct.admitted(peer)
+                    self._conduct.admitted(context)
                     timeout.reschedule(None)
                     opening.close()
                 else:
-                    self._conduct.without_credential(peer)
+                    self._conduct.without_credential(context)
 
             try:
                 async with timeout:
@@ -133,7 +132,7 @@ async def serving_picker(picker: Picker, registry: CollectorRegistry, tls: Tls |
     add_reflection(server, [SERVICE, HEALTH_SERVICE])
     health.set(_LIVENESS, True)
     _publish(health, ready=False)
-    port = gate.conduct.port = await server.start(bind)
+    port = await server.start(bind)
     address = f"{bind.rpartition(':')[0]}:{port}"
     log.info("grpc.listening", address=address, services=[SERVICE], encrypted=tls is not None)
     following = [
