@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrouter.devtools.system.certificates import PEER_DOMAIN, CertificatePaths, DevelopmentAuthority
-from kvrouter.net.http2 import ReceivedCall
+from kvrouter.net.http2 import ReceivedCall, endpoint
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.net.rpc.server import HealthService
@@ -101,6 +101,36 @@ async def test_a_server_knows_the_dns_names_of_a_client(authority: DevelopmentAu
     finally:
         await server.stop(0.0)
     assert names == [(f"frontend.{PEER_DOMAIN}", "host.test")]
+
+
+async def test_a_connection_whose_handshake_ends_after_the_server_has_stopped_is_closed(
+    authority: DevelopmentAuthority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "_CHECK_SECONDS", 3600.0)
+    server = LoopServer(CallGate(), tls=Tls(options(authority.issue("scheduler"))))
+    reader, writer = await asyncio.open_connection("127.0.0.1", await server.start("127.0.0.1:0"))
+    context = ssl.create_default_context(cafile=str(authority.certificate_path))
+    received, to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+    connection = context.wrap_bio(received, to_send, server_hostname="127.0.0.1")
+
+    async def done(step: Callable[[], bytes | None]) -> bytes | None:
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    return step()
+                except ssl.SSLWantReadError:
+                    writer.write(to_send.read())
+                    received.write(await reader.read(1 << 16))
+
+    try:
+        await done(connection.do_handshake)
+        await server.stop(0.0)
+        # The last part of the handshake is sent only now.
+        while await done(connection.read):
+            pass
+        assert not server.connections
+    finally:
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])

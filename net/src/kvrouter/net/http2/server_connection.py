@@ -27,13 +27,18 @@ class ServerConnection(Endpoint):
     """Bytes of requests, in few long messages, processed in a microsecond."""
 
     def __init__(
-        self, connections: set[ServerConnection], received: Received, begin: Callable[[ReceivedCall], None]
+        self,
+        opened: Callable[[ServerConnection], None],
+        closed: Callable[[ServerConnection], None],
+        received: Received,
+        begin: Callable[[ReceivedCall], None],
     ) -> None:
         """Waits for ``connection_made``.
 
         Args:
-            connections: The open connections of the server, this one while it is open.
-            received: Size of the messages all of them hold.
+            opened: Called with the connection once it is open, after the handshake of TLS.
+            closed: Called with it in the end.
+            received: Size of the messages all connections of the server hold.
             begin: Called with each new call.
         """
         super().__init__()
@@ -41,22 +46,23 @@ class ServerConnection(Endpoint):
         """The calls."""
         self.calls.wake = self.wake
         self.calls.end = self.end
-        self._connections = connections
+        self._opened = opened
+        self._closed = closed
         self._idle_checks = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implements asyncio.Protocol."""
-        self._connections.add(self)
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]  # It may have left already.
         host = host.removeprefix(_MAPPED)
         self.calls.peer = f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
         certificate = transport.get_extra_info("peercert") or {}
         self.calls.names = tuple(name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
         super().connection_made(transport)
+        self._opened(self)
 
     def end(self, error: Exception) -> None:
         """Ends all calls, and closes the connection."""
-        self._connections.discard(self)
+        self._closed(self)
         self.calls.is_over = True
         if self._check is not None:
             self._check.cancel()

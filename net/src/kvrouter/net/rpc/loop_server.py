@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from kvrouter.net.http2 import ConnectionLost
 from kvrouter.net.http2.received_call import Received, ReceivedCall
 from kvrouter.net.http2.server_connection import ServerConnection
 from kvrouter.net.logs import get_logger
@@ -72,6 +73,7 @@ class LoopServer(Handlers):
         """How calls are served, by path."""
         self.connections: set[ServerConnection] = set()
         """The open connections."""
+        self._is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.Server] = []
         """One for each address of the host."""
@@ -108,7 +110,7 @@ class LoopServer(Handlers):
                 )
                 port = listening.getsockname()[1]
                 server = await loop.create_server(
-                    lambda: ServerConnection(self.connections, self.received, self._begin),
+                    lambda: ServerConnection(self._opened, self.connections.discard, self.received, self._begin),
                     sock=listening,
                     backlog=_BACKLOG,
                     **encrypted,
@@ -126,19 +128,26 @@ class LoopServer(Handlers):
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in found))
 
+    def _opened(self, connection: ServerConnection) -> None:
+        self.connections.add(connection)
+        if self._is_stopping:
+            # Accepted before, it opens only now, at the end of its handshake.
+            connection.end(ConnectionLost("the server stops"))
+
     def _close(self) -> None:
         for server in self._servers:
             server.close()
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new calls, cancels running ones after ``grace_seconds``, and closes all connections."""
+        self._is_stopping = True
         self._close()
         for connection in self.connections:
             connection.calls.drain()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_seconds)
         for connection in list(self.connections):
-            connection.end(ConnectionError("the server stops"))
+            connection.end(ConnectionLost("the server stops"))
         if self._tasks:
             await asyncio.wait(self._tasks)
 
