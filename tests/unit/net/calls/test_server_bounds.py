@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
-import grpc
+import grpc.aio
 import pytest
 from kvrouter.net.calls import CallLimits, CallStreamServer, server_connection as connections
 from kvrouter.net.calls.limits import CallStreamCounts
@@ -133,6 +134,7 @@ class Rotated:
 
     def __init__(self) -> None:
         self.valid = True
+        self.refused = 0
 
     def peer(self, _context: ReceivedCall) -> Rotated:
         return self
@@ -142,36 +144,64 @@ class Rotated:
 
     def check(self, _method: str) -> None:
         if not self.valid:
+            self.refused += 1
             raise Unauthenticated("expected another credential")
 
 
-async def test_a_stream_whose_credential_is_no_longer_valid_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = Rotated()
-    server = LoopServer(CallGate())
-    streams = CallStreamServer(check=check)
-    release = asyncio.Event()
+@asynccontextmanager
+async def checking(check: Rotated, release: asyncio.Event) -> AsyncIterator[tuple[int, CallStreamServer]]:
+    """Serves calls that last until they are released; yields the port."""
 
     async def wait(raw: bytes) -> bytes:
         await release.wait()
         return raw
 
+    server = LoopServer(CallGate())
+    streams = CallStreamServer(check=check)
     streams.add_unary(ECHO, lambda raw, _call: wait(raw))
     server.add_generic_rpc_handlers((streams.handler(),))
-    port = await server.start("127.0.0.1:0")
     try:
-        async with connected(port) as client:
-            await client.wait_ready()
-            running = asyncio.create_task(client.call(ECHO, b"x"))
-            await until(lambda: streams.running == 1)
-            check.valid = False
-            with pytest.raises(KvRouterError) as refused:
-                await client.call(ECHO, b"y")
-            assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
-            monkeypatch.setattr(connections, "_TICK_SECONDS", 0.01)
-            await until(lambda: not client.ready)
-            release.set()
-            assert await running == b"x"  # what ran before may end
-            await until(lambda: streams.counts.ended["credential"] == 1)
-            assert not streams.counts.streams
+        yield await server.start("127.0.0.1:0"), streams
     finally:
         await server.stop(0)
+
+
+async def test_a_stream_whose_credential_is_no_longer_valid_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, release = Rotated(), asyncio.Event()
+    async with checking(check, release) as (port, streams), connected(port) as client:
+        await client.wait_ready()
+        running = asyncio.create_task(client.call(ECHO, b"x"))
+        await until(lambda: streams.running == 1)
+        check.valid = False
+        with pytest.raises(KvRouterError) as refused:
+            await client.call(ECHO, b"y")
+        assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
+        monkeypatch.setattr(connections, "_TICK_SECONDS", 0.01)
+        await until(lambda: not client.ready)
+        release.set()
+        assert await running == b"x"  # what ran before may end
+        await until(lambda: streams.counts.ended["credential"] == 1)
+        assert not streams.counts.streams
+
+
+async def test_a_stream_that_its_client_has_ended_is_closed_whatever_becomes_of_its_credential(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(connections, "_LAST_CALL_TICKS", 100_000)
+    check, release = Rotated(), asyncio.Event()
+    async with (
+        checking(check, release) as (port, streams),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        opened = channel.stream_stream(PATH)()
+        await opened.write(HELLO.SerializeToString())
+        await opened.write(part(1, 1, more=False))
+        await opened.done_writing()
+        await until(lambda: streams.running == 1)
+        check.valid = False
+        await until(lambda: check.refused > 0)
+        release.set()
+        while await opened.read() is not grpc.aio.EOF:
+            pass
+        await until(lambda: streams.counts.ended["closed"] == 1)

@@ -149,7 +149,8 @@ class StreamConnection:
         self.end(ProtocolViolation("silent", f"no message for {_SILENT_TICKS} s", grpc.StatusCode.DEADLINE_EXCEEDED))
 
     def _end_when_drained(self, reason: str) -> None:
-        self._drained_reason = reason
+        if self._drained_reason != "closed":
+            self._drained_reason = reason
         self.stream.drain()
 
     def _admitted(self) -> bool:
