@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2
-from kvrouter.net.calls import CallStreamServer, ServerCall
+from kvrouter.net.calls import SERVICE as CALL_STREAMS, CallStreamServer, ServerCall
 from kvrouter.net.etcd import connect
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
@@ -136,12 +136,12 @@ class HostileWorker:
     async def serving(self) -> AsyncIterator[HostileWorker]:
         server = LoopServer(CallGate())
         handler = grpc.unary_stream_rpc_method_handler(self._generate)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Generate": handler}),))
+        server.add_registered_method_handlers(_SERVICE, {"Generate": handler})
         check = grpc.unary_unary_rpc_method_handler(self._check)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_HEALTH, {"Check": check}),))
+        server.add_registered_method_handlers(_HEALTH, {"Check": check})
         if self.call_streams is not None:
             self.call_streams.add_streaming(f"{_SERVICE}/Generate", self._generate_on_stream)
-            server.add_generic_rpc_handlers((self.call_streams.handler(),))
+            server.add_registered_method_handlers(CALL_STREAMS, self.call_streams.handlers())
         self.endpoint = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
         try:
             yield self

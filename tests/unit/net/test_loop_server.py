@@ -66,7 +66,7 @@ async def serving() -> AsyncIterator[Serving]:
     gate, echo = CallGate(), Echo()
     server = LoopServer(gate)
     handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    server.add_registered_method_handlers("test.Service", handlers)
     port = await server.start("127.0.0.1:0")
     try:
         yield Serving(server, gate, echo, f"127.0.0.1:{port}")
@@ -270,12 +270,8 @@ async def test_handlers_see_metadata_and_time() -> None:
         seen.append((dict(context.invocation_metadata()), context.time_remaining(), context.names()))
 
     async with serving() as running, running.channel() as channel:
-        running.server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(
-                    "test.Seen", {"See": grpc.stream_stream_rpc_method_handler(lambda _, context: see(context))}
-                ),
-            )
+        running.server.add_registered_method_handlers(
+            "test.Seen", {"See": grpc.stream_stream_rpc_method_handler(lambda _, context: see(context))}
         )
         metadata = (("one", "1"), ("many", "a"), ("many", "b"), ("raw-bin", b"\x00\xff"))
         assert await channel.stream_stream("/test.Seen/See")(metadata=metadata, timeout=60).code() is grpc.StatusCode.OK
@@ -292,9 +288,7 @@ async def test_handlers_see_metadata_and_time() -> None:
 
 async def test_one_port_serves_both_families() -> None:
     server = LoopServer(CallGate())
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("test.Service", {"Echo": grpc.stream_stream_rpc_method_handler(Echo())}),)
-    )
+    server.add_registered_method_handlers("test.Service", {"Echo": grpc.stream_stream_rpc_method_handler(Echo())})
     port = await server.start("0.0.0.0:0")
     try:
         for host in ("127.0.0.1", "[::1]") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
@@ -329,7 +323,7 @@ async def never(_incoming: object, _context: Context) -> None:
 
 def serve(running: Serving, service: str, handler: Any) -> None:
     handlers = {"Call": grpc.stream_stream_rpc_method_handler(handler)}
-    running.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    running.server.add_registered_method_handlers(service, handlers)
 
 
 async def test_a_client_sends_no_more_than_the_window_of_a_call() -> None:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
-import grpc
 from kvrouter.core import Scope, local_hashes
 from kvrouter.publisher.errors import RequestRefused
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
@@ -163,7 +162,7 @@ async def serving(fault: Fault) -> AsyncIterator[str]:
     engine = FaultyEngine(fault)
     server = engine.server = WorkerServer(engine, {0: engine.rank}, engine.load_response)
     if fault == "call stream missing":
-        server.call_streams.handler = lambda: grpc.method_handlers_generic_handler("none", {})  # type: ignore[method-assign]
+        server.call_streams.handlers = dict  # type: ignore[method-assign]
     endpoint = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
     try:
         yield endpoint

@@ -49,7 +49,7 @@ class Server:
         self.streams.add_unary("test.Service/Wait", self._wait)
         self.streams.add_streaming(TOKENS, lambda _raw, call: self.started.append(call))
         self.grpc = LoopServer(CallGate())
-        self.grpc.add_generic_rpc_handlers((self.streams.handler(),))
+        self.grpc.add_registered_method_handlers(SERVICE, self.streams.handlers())
         self.port = port
 
     def _wait(self, raw: bytes, _call: ServerCall) -> Awaitable[bytes]:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import grpc.aio
 import pytest
-from kvrouter.net.calls import CallLimits, CallStreamServer, server_connection as connections
+from kvrouter.net.calls import SERVICE, CallLimits, CallStreamServer, server_connection as connections
 from kvrouter.net.calls.limits import CallStreamCounts
 from kvrouter.net.calls.server_call import Method
 from kvrouter.net.calls.server_stream import ServerStream
@@ -159,7 +159,7 @@ async def checking(check: Rotated, release: asyncio.Event) -> AsyncIterator[tupl
     server = LoopServer(CallGate())
     streams = CallStreamServer(check=check)
     streams.add_unary(ECHO, lambda raw, _call: wait(raw))
-    server.add_generic_rpc_handlers((streams.handler(),))
+    server.add_registered_method_handlers(SERVICE, streams.handlers())
     try:
         yield await server.start("127.0.0.1:0"), streams
     finally:

@@ -92,7 +92,7 @@ async def test_a_server_knows_the_dns_names_of_a_client(authority: DevelopmentAu
 
     server = LoopServer(CallGate(), tls=Tls(options(authority.issue("scheduler"), client_auth="required")))
     handlers = {"See": grpc.stream_stream_rpc_method_handler(see)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Names", handlers),))
+    server.add_registered_method_handlers("test.Names", handlers)
     client = Tls(options(authority.issue("frontend", ["host.test", "127.0.0.1"])))
     port = await server.start("127.0.0.1:0")
     try:

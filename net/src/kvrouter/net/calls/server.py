@@ -32,7 +32,7 @@ _UNARY_DEFAULT_SECONDS = 30.0
 
 
 class CallStreamServer:
-    """Runs the calls of all clients' streams. Add methods, then its handler to a gRPC server."""
+    """Runs the calls of all clients' streams. Add methods, then its handlers to a gRPC server."""
 
     def __init__(
         self,
@@ -72,10 +72,9 @@ class CallStreamServer:
         """Serves a server-streaming method. The handler starts the call and returns at once."""
         self._methods.append(Method(method, streaming=handler))
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Returns the service's handler, for a gRPC server."""
-        handlers: dict[str, Any] = {"OpenCallStream": grpc.stream_stream_rpc_method_handler(self._serve)}
-        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+    def handlers(self) -> dict[str, Any]:
+        """Returns the handlers of the service's methods, for a gRPC server."""
+        return {"OpenCallStream": grpc.stream_stream_rpc_method_handler(self._serve)}
 
     async def drain(self) -> None:
         """Announces the end of new calls, and returns when the running ones are answered."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -37,23 +36,8 @@ class BindFailed(Exception):
         super().__init__(f"cannot listen on {address}: it is in use, or not an address of this machine")
 
 
-class Handlers(Protocol):
-    """A server before its start, which takes the handlers of services."""
-
-    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler], /) -> None:
-        """Adds handlers."""
-
-
-@dataclass(slots=True)
-class _Details:
-    """Implements grpc.HandlerCallDetails."""
-
-    method: str
-    invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
-
-
-class LoopServer(Handlers):
-    """Serves the methods a gate admits. Add handlers as to a grpc.aio.Server, start it, and stop it in the end."""
+class LoopServer:
+    """Serves the methods a gate admits. Add handlers, start it, and stop it in the end."""
 
     def __init__(self, gate: CallGate, *, tls: Tls | None = None, reuse_port: bool = False) -> None:
         """Creates a server without a port.
@@ -68,8 +52,7 @@ class LoopServer(Handlers):
         self._gate = gate
         self._tls = tls
         self._reuse_port = reuse_port
-        self._services: list[grpc.GenericRpcHandler] = []
-        self._gated: dict[str, Callable[[ReceivedCall], Awaitable[None]]] = {}
+        self._methods: dict[str, Callable[[ReceivedCall], Awaitable[None]]] = {}
         """How calls are served, by path."""
         self.connections: set[ServerConnection] = set()
         """The open connections."""
@@ -78,12 +61,14 @@ class LoopServer(Handlers):
         self._servers: list[asyncio.Server] = []
         """One for each address of the host."""
 
-    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Implements grpc.aio.Server."""
-        self._services += handlers
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Serves a service by grpc.RpcMethodHandlers of its methods, which gRPC's generated code makes."""
+        for name, handler in handlers.items():
+            method = f"{service}/{name}"
+            self._methods[f"/{method}"] = self._gate.gated(handler, method)
 
-    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
-        """Implements grpc.aio.Server. The handlers are those of ``add_generic_rpc_handlers``."""
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Does nothing: gRPC's generated code adds each handler by its name as well."""
 
     async def start(self, bind: str) -> int:
         """Listens on ``host:port`` and returns the port.
@@ -166,7 +151,7 @@ class LoopServer(Handlers):
     async def _serve(self, call: ReceivedCall) -> None:
         call.is_served = True
         try:
-            await (self._gated.get(call.path) or self._gate_of(call.path))(call)
+            await self._methods.get(call.path, self._gate.refuse_unknown)(call)
         except grpc.aio.AbortError:
             pass
         except Exception:
@@ -179,14 +164,6 @@ class LoopServer(Handlers):
             call.set_code(grpc.StatusCode.CANCELLED)
         call.on_cancelled = _ignore
         call.finish()
-
-    def _gate_of(self, path: str) -> Callable[[ReceivedCall], Awaitable[None]]:
-        details: Any = _Details(path)
-        for service in self._services:
-            if (handler := service.service(details)) is not None:
-                gated = self._gated[path] = self._gate.gated(handler, path.removeprefix("/"))
-                return gated
-        return self._gate.refuse_unknown
 
 
 def _ignore() -> None:

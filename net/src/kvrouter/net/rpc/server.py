@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvrouter.net import trace_context
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE, CallStreamCounts, CallStreamServer, PeerCheck
 from kvrouter.net.http2 import ReceivedCall
 from kvrouter.net.http2.options import MAX_CALLS
 from kvrouter.net.rpc.call_gate import CallGate
-from kvrouter.net.rpc.loop_server import Handlers, LoopServer
+from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.net.tls import Tls
 
 
@@ -55,7 +55,7 @@ class GrpcServer:
 
     def add(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
         """Serves a service by handlers of its methods, before the start."""
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, dict(handlers)),))
+        self._server.add_registered_method_handlers(service, handlers)
         self.services.append(service)
 
     async def start(self, bind: str) -> int:
@@ -65,7 +65,7 @@ class GrpcServer:
             BindFailed: the port is in use or the address is not one of this machine's.
             InvalidTls: TLS is enabled without a certificate.
         """
-        self._server.add_generic_rpc_handlers((self.call_streams.handler(),))
+        self._server.add_registered_method_handlers(CALL_STREAM_SERVICE, self.call_streams.handlers())
         self.health.register(self._server)
         add_reflection(self._server, [*self.services, CALL_STREAM_SERVICE, HEALTH_SERVICE])
         return await self._server.start(bind)
@@ -109,7 +109,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # Th
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
-    def register(self, server: Handlers) -> None:
+    def register(self, server: LoopServer) -> None:
         """Adds the service to a gRPC server before its start."""
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
@@ -142,7 +142,7 @@ V1_SERVICE = "grpc.reflection.v1.ServerReflection"
 """Full name of version 1, of which grpcio-reflection has no descriptor: it is served but not listed."""
 
 
-def add_reflection(server: Handlers, services: Iterable[str]) -> None:
+def add_reflection(server: LoopServer, services: Iterable[str]) -> None:
     """Serves the descriptors of a server's services to tools such as grpcurl and buf.
 
     grpcio-reflection serves v1alpha only; the messages of v1 have the same encoding, so one servicer answers both.
@@ -152,11 +152,10 @@ def add_reflection(server: Handlers, services: Iterable[str]) -> None:
         services: Full names of its services.
     """
     servicer = reflection.aio.ReflectionServicer([*services, reflection.SERVICE_NAME])
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     info = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    handler = grpc.method_handlers_generic_handler(V1_SERVICE, {"ServerReflectionInfo": info})
-    server.add_generic_rpc_handlers((handler,))
+    for service in (reflection.SERVICE_NAME, V1_SERVICE):
+        server.add_registered_method_handlers(service, {"ServerReflectionInfo": info})
