@@ -162,7 +162,7 @@ async def serving(fault: Fault) -> AsyncIterator[str]:
     engine = FaultyEngine(fault)
     server = engine.server = WorkerServer(engine, {0: engine.rank}, engine.load_response)
     if fault == "call stream missing":
-        server.call_streams.handlers = dict  # type: ignore[method-assign]
+        server.grpc.call_streams.handlers = dict  # type: ignore[method-assign]
     endpoint = f"127.0.0.1:{await server.start('127.0.0.1:0')}"
     try:
         yield endpoint

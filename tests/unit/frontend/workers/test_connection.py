@@ -170,7 +170,7 @@ class NotedCalls(EvictableCalls):
     """Notes the calls which everybody may make, as those of grpc.health."""
 
     def __init__(self, calls: list[str]) -> None:
-        super().__init__()
+        super().__init__(256)
         self._calls = calls
 
     @contextmanager

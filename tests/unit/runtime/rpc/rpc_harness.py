@@ -70,9 +70,9 @@ class Worker:
 
 @asynccontextmanager
 async def serving(
-    descriptor: Any, implementation: object, *, address: str = "127.0.0.1:0", **options: Any
+    descriptor: Any, implementation: object, *, address: str = "127.0.0.1:0"
 ) -> AsyncIterator[tuple[RpcServer, grpc.aio.Channel]]:
-    server = RpcServer(address, **options)
+    server = RpcServer(address)
     server.add_service(descriptor, implementation)
     await server.start()
     channel = open_channel(server.endpoint())

@@ -30,13 +30,13 @@ async def test_refusals_wait_for_their_turn_and_their_number_is_bounded(monkeypa
     server = RpcServer("127.0.0.1:0")
     server.add_service(WORKER, Worker(), guard=ExhaustedGuard())
     await server.start()
-    server.gate.refusals.limit = 4
+    server.grpc.gate.refusals.limit = 4
     async with hostile_peer(server.endpoint()) as peer, asyncio.timeout(30):
         for _ in range(10):
             peer.data(peer.open(ABORT), message_head(60 << 20) + b"x" * 10_000)
         while len(peer.ended) < 6:
             await asyncio.sleep(0.005)
-        assert len(server.gate.refusals) == 4
-        assert server.gate.refusals.evicted == 6
-        assert server.gate.calls == 0
+        assert len(server.grpc.gate.refusals) == 4
+        assert server.grpc.gate.refusals.evicted == 6
+        assert server.grpc.gate.calls == 0
     await server.drain(0)

@@ -37,7 +37,8 @@ class KeyGuard:
 
 @pytest.fixture
 async def server() -> AsyncIterator[RpcServer]:
-    server = RpcServer("127.0.0.1:0", max_calls=8)
+    server = RpcServer("127.0.0.1:0")
+    server.grpc.gate.max_calls = 8
     server.add_service(WORKER, Worker(), guard=KeyGuard())
     await server.start()
     yield server
@@ -70,8 +71,8 @@ async def refused(peer: HostilePeer, path: str, count: int, first: bytes = b"") 
 async def test_a_call_is_refused_before_its_request_is_read(server: RpcServer, path: str, first: bytes) -> None:
     async with hostile_peer(server.endpoint()) as peer:
         await refused(peer, path, 5, first)
-        assert server.gate.calls == 0
-        assert server.call_streams.counts.streams == 0
+        assert server.grpc.gate.calls == 0
+        assert server.grpc.call_streams.counts.streams == 0
         assert (await abort(server, KEY)).aborted == 1
 
 
@@ -85,7 +86,7 @@ async def test_streams_that_wait_for_a_credential_fill_no_limit(server: RpcServe
 
 
 async def test_what_is_for_everybody_has_a_bound_of_its_own(server: RpcServer) -> None:
-    server.gate.for_everybody.limit = 4
+    server.grpc.gate.for_everybody.limit = 4
     async with hostile_peer(server.endpoint()) as peer:
         watching = [peer.open(WATCH) for _ in range(6)]
         for stream in watching:
@@ -93,16 +94,16 @@ async def test_what_is_for_everybody_has_a_bound_of_its_own(server: RpcServer) -
         for _ in range(6):
             peer.open(REFLECTION)
         await until(lambda: len(peer.ended) == 8)
-        assert len(server.gate.for_everybody) == 4
-        assert server.gate.for_everybody.evicted == 8
-        assert server.gate.calls == 0
+        assert len(server.grpc.gate.for_everybody) == 4
+        assert server.grpc.gate.for_everybody.evicted == 8
+        assert server.grpc.gate.calls == 0
         assert (await abort(server, KEY)).aborted == 1
 
 
 async def test_a_watch_that_is_not_read_delays_no_readiness(server: RpcServer) -> None:
     async with hostile_peer(server.endpoint(), window=0) as blocked, open_channel(server.endpoint()) as channel:
         blocked.data(blocked.open(WATCH), message_head(0))
-        await until(lambda: len(server.gate.for_everybody) == 1)
+        await until(lambda: len(server.grpc.gate.for_everybody) == 1)
         stub: Any = health_pb2_grpc.HealthStub(channel)
         watch = stub.Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING

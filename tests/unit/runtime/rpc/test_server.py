@@ -60,7 +60,8 @@ async def test_a_hundred_megabytes_are_refused_and_harm_nothing() -> None:
 
 async def test_calls_beyond_the_bound_are_refused_at_once() -> None:
     worker = Worker()
-    async with serving(WORKER, worker, max_calls=1) as (_, channel):
+    async with serving(WORKER, worker) as (server, channel):
+        server.grpc.gate.max_calls = 1
         stub = remote(WORKER, channel)
         held = asyncio.ensure_future(stub.abort(AbortRequest(), deadline=soon()))
         await worker.entered.wait()

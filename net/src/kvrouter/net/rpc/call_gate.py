@@ -32,6 +32,8 @@ _REQUEST_SECONDS = 60.0
 _OPEN_SECONDS = 10.0
 """Time for the request of a call for everybody to arrive, and for all of the call unless it lasts, seconds."""
 
+_MAX_CALLS_FOR_EVERYBODY = 256
+"""Maximum number of running calls for everybody; a further one ends the oldest."""
 _MAX_OPEN_BYTES = 64 << 10
 """Maximum size of a message of a call for everybody."""
 
@@ -49,23 +51,18 @@ _Serve = Callable[[ReceivedCall], Awaitable[None]]
 class CallGate:
     """Admits the calls of a server. Calls for everybody have a bound of their own, and take no room from others."""
 
-    def __init__(
-        self,
-        check: PeerCheck | None = None,
-        *,
-        max_calls: int = MAX_CALLS,
-        for_everybody: EvictableCalls | None = None,
-        admits: bool = True,
-    ) -> None:
-        """``check`` decides which methods a peer may call; None permits all. ``max_calls`` bounds admitted calls.
+    def __init__(self, check: PeerCheck | None = None, *, admits: bool = True) -> None:
+        """``check`` decides which methods a peer may call; None permits all.
 
         Without ``admits`` the handlers tell ``conduct`` which calls have a valid credential.
         """
         self._admits = admits
         self.calls = 0
         """Number of running admitted calls."""
-        self.max_calls = max_calls
-        self.for_everybody = EvictableCalls() if for_everybody is None else for_everybody
+        self.max_calls = MAX_CALLS
+        """Most of them."""
+        self.for_everybody = EvictableCalls(_MAX_CALLS_FOR_EVERYBODY)
+        """Running calls for everybody."""
         self.conduct = PeerConduct()
         """Closes flooding connections."""
         self.refusals = EvictableCalls(_MAX_WAITING_REFUSALS)

@@ -49,7 +49,8 @@ class LoopServer:
         """
         self.received = Received()
         """Size of the messages it holds, at most ``received_call.MAX_RECEIVED_BYTES``."""
-        self._gate = gate
+        self.gate = gate
+        """Admits the calls."""
         self._tls = tls
         self._reuse_port = reuse_port
         self._methods: dict[str, Callable[[ReceivedCall], Awaitable[None]]] = {}
@@ -65,7 +66,7 @@ class LoopServer:
         """Serves a service by grpc.RpcMethodHandlers of its methods, which gRPC's generated code makes."""
         for name, handler in handlers.items():
             method = f"{service}/{name}"
-            self._methods[f"/{method}"] = self._gate.gated(handler, method)
+            self._methods[f"/{method}"] = self.gate.gated(handler, method)
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
         """Does nothing: gRPC's generated code adds each handler by its name as well."""
@@ -146,12 +147,12 @@ class LoopServer:
         self._tasks.discard(task)
         if not call.is_served:
             # The client left it before it was checked.
-            self._gate.conduct.without_credential(call)
+            self.gate.conduct.without_credential(call)
 
     async def _serve(self, call: ReceivedCall) -> None:
         call.is_served = True
         try:
-            await self._methods.get(call.path, self._gate.refuse_unknown)(call)
+            await self._methods.get(call.path, self.gate.refuse_unknown)(call)
         except grpc.aio.AbortError:
             pass
         except Exception:

@@ -95,14 +95,10 @@ class PeerConduct:
             connection.end(Flood(cause))
 
 
-MAX_CALLS = 256
-"""Default of the maximum number of such calls."""
-
-
 class EvictableCalls:
     """Calls without a credential, which may be ended at any time."""
 
-    def __init__(self, limit: int = MAX_CALLS) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
         self.evicted = 0
         """Number of calls ended because a further one came."""

@@ -13,21 +13,19 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvrouter.net import trace_context
 from kvrouter.net.calls import SERVICE as CALL_STREAM_SERVICE, CallStreamCounts, CallStreamServer, PeerCheck
 from kvrouter.net.http2 import ReceivedCall
-from kvrouter.net.http2.options import MAX_CALLS
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.net.tls import Tls
 
 
-class GrpcServer:
-    """Serves methods by their handlers. Add services, start it, and stop it in the end."""
+class GrpcServer(LoopServer):
+    """Serves services, call streams, health and reflection. Add services, start it, and stop it in the end."""
 
     def __init__(
         self,
         check: PeerCheck | None = None,
         *,
         tls: Tls | None = None,
-        max_calls: int = MAX_CALLS,
         call_stream_counts: CallStreamCounts | None = None,
         reuse_port: bool = False,
     ) -> None:
@@ -36,12 +34,10 @@ class GrpcServer:
         Args:
             check: Decides which methods a peer may call; None permits all.
             tls: Encrypts the connections; None for plain text.
-            max_calls: Maximum number of running admitted calls.
             call_stream_counts: Counts of the call streams; new ones by default.
             reuse_port: Whether other processes may listen on the same port.
         """
-        self.gate = CallGate(check, max_calls=max_calls)
-        """Admits the calls."""
+        super().__init__(CallGate(check), tls=tls, reuse_port=reuse_port)
         self.call_streams = CallStreamServer(counts=call_stream_counts, check=check)
         """The call streams."""
         self.call_streams.on_opening = self.gate.conduct.opened
@@ -49,13 +45,10 @@ class GrpcServer:
         """Answers grpc.health."""
         self.services: list[str] = []
         """Full names of the services."""
-        self._server = LoopServer(self.gate, tls=tls, reuse_port=reuse_port)
-        self.received = self._server.received
-        """Size of the messages it holds."""
 
-    def add(self, service: str, handlers: Mapping[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
+    def add(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Serves a service by handlers of its methods, before the start."""
-        self._server.add_registered_method_handlers(service, handlers)
+        self.add_registered_method_handlers(service, handlers)
         self.services.append(service)
 
     async def start(self, bind: str) -> int:
@@ -65,14 +58,10 @@ class GrpcServer:
             BindFailed: the port is in use or the address is not one of this machine's.
             InvalidTls: TLS is enabled without a certificate.
         """
-        self._server.add_registered_method_handlers(CALL_STREAM_SERVICE, self.call_streams.handlers())
-        self.health.register(self._server)
-        add_reflection(self._server, [*self.services, CALL_STREAM_SERVICE, HEALTH_SERVICE])
-        return await self._server.start(bind)
-
-    async def stop(self, grace_seconds: float) -> None:
-        """Refuses new calls, cancels running ones after ``grace_seconds``, and closes all connections."""
-        await self._server.stop(grace_seconds)
+        self.add_registered_method_handlers(CALL_STREAM_SERVICE, self.call_streams.handlers())
+        self.health.register(self)
+        add_reflection(self, [*self.services, CALL_STREAM_SERVICE, HEALTH_SERVICE])
+        return await super().start(bind)
 
 
 def received_trace_context(context: ReceivedCall) -> str:

@@ -212,7 +212,7 @@ async def running(
             engine = MockEngine(drivers, handover, emit, logprobs, answers)
             async with sdk.running(config, engine, system) as worker:
                 CallerMetrics(registry, lambda: [worker.server.callers])
-                expose_servers(registry, lambda: [worker.server])
+                expose_servers(registry, lambda: [worker.server.grpc])
                 for dp_rank, driver in drivers.items():
                     publishers[dp_rank] = worker.rank(dp_rank)
                     stepping.append(group.create_task(driver.run(), name=f"rank-{dp_rank}"))

@@ -55,7 +55,7 @@ async def serving_alone(settings: MockerSettings, registry: CollectorRegistry) -
         ServiceToken.of(config.service_token_file, of_worker=True),
     )
     CallerMetrics(registry, lambda: [server.callers])
-    expose_servers(registry, lambda: [server])
+    expose_servers(registry, lambda: [server.grpc])
     async with asyncio.TaskGroup() as group:
         stepping = [group.create_task(driver.run(), name=f"rank-{dp_rank}") for dp_rank, driver in drivers.items()]
         try:

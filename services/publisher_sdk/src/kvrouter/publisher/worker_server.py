@@ -109,13 +109,8 @@ class WorkerServer:
         self._draining = False
         self.callers = CallerCheck(self.tls, self.token)
         """Decides which processes may call the worker."""
-        self._server = GrpcServer(self.callers if self.callers.applies else None, tls=self.tls)
-        self.gate = self._server.gate
-        """Admits the calls."""
-        self.call_streams = self._server.call_streams
-        """The call streams."""
-        self.received = self._server.received
-        """Size of the messages it holds."""
+        self.grpc = GrpcServer(self.callers if self.callers.applies else None, tls=self.tls)
+        """Serves the calls."""
         self._draining_streams: asyncio.Task[None] | None = None
 
     @property
@@ -141,28 +136,28 @@ class WorkerServer:
             "GetLoad": grpc.unary_unary_rpc_method_handler(self._guarded(self._get_load), response_serializer=_encode),
             "GetModelFile": grpc.unary_stream_rpc_method_handler(self._guarded(self._get_model_file)),
         }
-        self._server.add(SERVICE, handlers)
-        self.call_streams.add_streaming(f"{SERVICE}/Generate", self._generate_on_stream)
-        self.call_streams.add_unary(f"{SERVICE}/Abort", self._abort_on_stream)
+        self.grpc.add(SERVICE, handlers)
+        self.grpc.call_streams.add_streaming(f"{SERVICE}/Generate", self._generate_on_stream)
+        self.grpc.call_streams.add_unary(f"{SERVICE}/Abort", self._abort_on_stream)
         self._requests.attach()
         try:
-            port = await self._server.start(bind)
+            port = await self.grpc.start(bind)
         except BindFailed as error:
             raise InvalidConfig(f"bind: {error}") from None
         for name in ("", SERVICE):
-            self._server.health.set(name, True)
+            self.grpc.health.set(name, True)
         return port
 
     async def refuse_requests(self) -> None:
         """Refuses new requests from now on and reports that in grpc.health; running calls continue."""
         self._draining = True
-        self._draining_streams = asyncio.create_task(self.call_streams.drain())
+        self._draining_streams = asyncio.create_task(self.grpc.call_streams.drain())
         for name in ("", SERVICE):
-            self._server.health.set(name, False)
+            self.grpc.health.set(name, False)
 
     async def stop(self, grace_seconds: float) -> None:
         """Waits for running calls, cancels them after ``grace_seconds``, and stops listening."""
-        await self._server.stop(grace_seconds)
+        await self.grpc.stop(grace_seconds)
         await self._requests.close()
         if self._draining_streams is not None:
             self._draining_streams.cancel()

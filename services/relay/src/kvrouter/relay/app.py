@@ -101,7 +101,7 @@ async def running(settings: RelaySettings, registry: CollectorRegistry) -> Async
         except DescriptorMismatch as error:
             raise StartRefused(str(error)) from error
         CallerMetrics(registry, lambda: [worker.server.callers])
-        expose_servers(registry, lambda: [worker.server])
+        expose_servers(registry, lambda: [worker.server.grpc])
         availability = _Availability(worker, parts, changed, settings.engine_grace_seconds)
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(availability.run())

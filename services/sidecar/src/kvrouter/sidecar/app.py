@@ -37,5 +37,5 @@ async def running(
 
     async with following_engines(settings, options_of, registry, on_ready) as engines:
         CallerMetrics(registry, lambda: [server.callers for each in engines.supervisors for server in each.servers])
-        expose_servers(registry, lambda: [server for each in engines.supervisors for server in each.servers])
+        expose_servers(registry, lambda: [server.grpc for each in engines.supervisors for server in each.servers])
         yield engines

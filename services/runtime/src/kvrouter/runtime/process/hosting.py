@@ -79,7 +79,7 @@ async def host(
     server = RpcServer(
         settings.bind, call_stream_counts=counts, reuse_port=reuse_port, tls=runtime.tls, callers=runtime.callers
     )
-    expose_servers(runtime.registry, lambda: [server])
+    expose_servers(runtime.registry, lambda: [server.grpc])
     readiness = readiness_gauge(runtime.registry)
     for service in services:
         readiness.labels(service.kind).set_function(partial(server.health.is_ready, service.descriptor.full_name))

@@ -25,7 +25,6 @@ from kvrouter.net import trace_context
 from kvrouter.net.auth import CallerCheck
 from kvrouter.net.calls import CallStreamCounts, ServerCall
 from kvrouter.net.http2 import ReceivedCall
-from kvrouter.net.http2.options import MAX_CALLS
 from kvrouter.net.rpc.server import GrpcServer, received_trace_context
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.deadline import Deadline
@@ -62,24 +61,16 @@ class RpcServer:
         self,
         bind: str,
         *,
-        max_calls: int = MAX_CALLS,
         call_stream_counts: CallStreamCounts | None = None,
         reuse_port: bool = False,
         tls: Tls | None = None,
         callers: CallerCheck | None = None,
     ) -> None:
         self._peers = GuardedPeers(callers)
-        self._server = GrpcServer(
-            self._peers, tls=tls, max_calls=max_calls, call_stream_counts=call_stream_counts, reuse_port=reuse_port
-        )
-        self.gate = self._server.gate
-        """Admits the calls."""
-        self.call_streams = self._server.call_streams
-        """The call streams."""
-        self.received = self._server.received
-        """Size of the messages it holds."""
+        self.grpc = GrpcServer(self._peers, tls=tls, call_stream_counts=call_stream_counts, reuse_port=reuse_port)
+        """Serves the calls."""
         self._encrypted = tls is not None
-        self.health = HealthBoard(self._server.health)
+        self.health = HealthBoard(self.grpc.health)
         """Readiness of the services; each starts as not ready."""
         self._bind = bind
         self._draining = False
@@ -94,7 +85,7 @@ class RpcServer:
     @property
     def calls(self) -> int:
         """Number of running calls, without health and reflection."""
-        return self._calls + self.call_streams.running
+        return self._calls + self.grpc.call_streams.running
 
     def endpoint(self, advertise: str = "") -> str:
         """Returns the address under which others reach the server, host:port, once started.
@@ -113,12 +104,12 @@ class RpcServer:
             BindFailed: the port is in use or the address is not one of this machine's.
             InvalidTls: TLS is enabled without a certificate.
         """
-        self.health.announce(self._server.services)
-        self.port = await self._server.start(self._bind)
+        self.health.announce(self.grpc.services)
+        self.port = await self.grpc.start(self._bind)
         if _is_any(self._host):
             # In a thread, because a name server may be slow or away.
             self._host = await asyncio.to_thread(socket.getfqdn)
-        services = self._server.services
+        services = self.grpc.services
         log.info("grpc.listening", address=self.endpoint(), services=services, encrypted=self._encrypted)
 
     async def drain(self, seconds: float) -> None:
@@ -131,12 +122,12 @@ class RpcServer:
         self.health.drain()
         try:
             async with asyncio.timeout(seconds):
-                await self.call_streams.drain()
+                await self.grpc.call_streams.drain()
                 await self._idle.wait()
         except TimeoutError:
             log.warning("calls.cut_off", calls=self.calls, after_seconds=seconds)
         finally:
-            await self._server.stop(_LAST_WORDS_SECONDS)
+            await self.grpc.stop(_LAST_WORDS_SECONDS)
 
     def add_service(
         self,
@@ -166,14 +157,14 @@ class RpcServer:
                 continue
             handlers[method.name] = self._handler(method, bound, limits, guard)
             self._add_to_call_streams(method, bound, limits, guard)
-        self._server.add(descriptor.full_name, handlers)
+        self.grpc.add(descriptor.full_name, handlers)
 
     def _add_to_call_streams(
         self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits, guard: Guard | None
     ) -> None:
         if not method.client_streaming and not method.server_streaming:
             path = full_path(method)
-            self.call_streams.add_unary(path[1:], call_handler(path, bound, request_parser(method, limits), guard))
+            self.grpc.call_streams.add_unary(path[1:], call_handler(path, bound, request_parser(method, limits), guard))
 
     def _handler(
         self, method: MethodDescriptor, bound: Callable[..., Any], limits: MessageLimits, guard: Guard | None

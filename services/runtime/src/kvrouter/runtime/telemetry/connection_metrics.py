@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import nats.errors
 from kvrouter.net.auth import CallerCheck
-from kvrouter.net.calls import CallStreamCounts, CallStreamServer
-from kvrouter.net.http2.received_call import MAX_RECEIVED_BYTES, Received
+from kvrouter.net.calls import CallStreamCounts
+from kvrouter.net.http2.received_call import MAX_RECEIVED_BYTES
 from kvrouter.net.nats.connection import NatsObserver
-from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.peer_conduct import PeerConduct
+from kvrouter.net.rpc.server import GrpcServer
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.bounds import WhenFull, bounds_of
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-
-
-class GrpcServer(Protocol):
-    """The bounds of a server's calls."""
-
-    @property
-    def gate(self) -> CallGate:
-        """Admits calls."""
-
-    @property
-    def call_streams(self) -> CallStreamServer:
-        """The call streams."""
-
-    @property
-    def received(self) -> Received:
-        """Size of the messages it holds."""
-
 
 Conducts = Callable[[], Iterable[PeerConduct]]
 
