@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from kvrouter.net.http2 import received_call, received_calls
 from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, PREFACE, Kind, Setting, frame, settings, window_update
-from kvrouter.net.http2.side import Flood
+from kvrouter.net.http2.side import Flood, Http2Violation
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
 
@@ -315,6 +315,26 @@ async def test_answers_to_streamed_messages_are_no_flood() -> None:
         calls.receive(answers)
     with pytest.raises(Flood):
         calls.receive(answers * 2_000)
+
+
+async def test_only_answers_count_as_answers_that_the_client_does_not_read() -> None:
+    begun: list[received_call.ReceivedCall] = []
+    calls = received_calls.ReceivedCalls(received_call.Received(), begun.append)
+    opening = frame(Kind.HEADERS, request_headers(ECHO, ()), flags=END_HEADERS | END_STREAM, stream=1)
+    calls.receive(PREFACE + settings({Setting.INITIAL_WINDOW_SIZE: 1 << 20}) + opening + window_update(0, 1 << 20))
+    calls.take()
+    for _ in range(5_000):
+        await begun[0].write(b"token")
+
+    def ping() -> None:
+        calls.earn(4)  # It does not flood.
+        calls.receive(frame(Kind.PING, bytes(8)))
+
+    for _ in range(3_000):
+        ping()
+    with pytest.raises(Http2Violation, match="does not read their answers"):  # noqa: PT012 - one of them raises
+        while True:
+            ping()
 
 
 async def never(_incoming: object, _context: Context) -> None:

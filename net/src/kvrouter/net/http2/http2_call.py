@@ -135,7 +135,7 @@ class Http2Call(Http2Side):
 
     def take(self) -> bytes:
         """Returns the bytes to write now, and forgets them."""
-        chunks, self._replies = self._replies, []
+        chunks = self._taken()
         while self._unsent:
             left = len(self._unsent) - self._sent
             size = min(left, self._window, self._connection_window, self._max_frame)

@@ -106,7 +106,7 @@ class ReceivedCalls(Http2Side):
         pulling, self._pulling = self._pulling, {}
         for call in pulling:
             call.pull()
-        taken, self._replies, self._unwritten = b"".join(self._replies), [], 0
+        taken, self._unwritten = b"".join(self._taken()), 0
         self._send_waiting()
         return taken
 

@@ -152,6 +152,9 @@ class Http2Side(ABC):
         self._consumed = 0
         """Bytes read since the peer was last allowed more on the connection."""
         self._replies: list[bytes] = []
+        """Frames to write."""
+        self._answer_bytes = 0
+        """Size of the answers to settings and pings among them."""
 
     def ping(self) -> None:
         """Requests an answer of the peer's HTTP/2 library."""
@@ -193,6 +196,11 @@ class Http2Side(ABC):
             else:
                 self._take_frame(kind, stream, flags, buffer[start:position])
         self._unread = buffer[position:]
+
+    def _taken(self) -> list[bytes]:
+        """Returns the frames to write, and forgets them."""
+        taken, self._replies, self._answer_bytes = self._replies, [], 0
+        return taken
 
     @abstractmethod
     def _is_over(self) -> bool:
@@ -276,7 +284,8 @@ class Http2Side(ABC):
 
     def _reply(self, reply: bytes) -> None:
         self._replies.append(reply)
-        if len(self._replies) * len(reply) > _MAX_REPLY_BYTES:
+        self._answer_bytes += len(reply)
+        if self._answer_bytes > _MAX_REPLY_BYTES:
             raise Http2Violation("the peer sends settings or pings, and does not read their answers")
 
     def _begin_headers(self, stream: int, flags: int, payload: bytes) -> None:
