@@ -42,5 +42,6 @@ def context(count: int, **columns: Any) -> SchedulingContext:
         "latency_calibration": 1.0,
     }
     assert columns.keys() <= known.keys()
+    known["free_slots"] = np.array(columns.pop("free_slots", known["free_slots"]), np.float64)
     given = {name: np.array(value) if isinstance(value, list) else value for name, value in (known | columns).items()}
     return SchedulingContext(**(given | {"ranks": tuple((known | columns)["ranks"])}))

@@ -70,6 +70,13 @@ pub struct Terms {
     pub fit: bool,
 }
 
+impl Terms {
+    /// Cost of the candidate, ms.
+    pub fn cost(&self) -> f64 {
+        self.forecast + self.batch + self.work + self.output + self.shortage + self.eviction + self.copies
+    }
+}
+
 impl Model {
     /// Share of the KV blocks in use without the request, at most 1; 0 if their number is unknown.
     pub fn share(&self, request: &Request, candidate: &Candidate) -> f64 {
@@ -187,6 +194,16 @@ pub fn prompt_blocks(request: &Request, leading: impl ExactSizeIterator<Item = (
         each.copied = copied - up_to.get(each.held as usize).copied().unwrap_or(copied);
     }
     blocks
+}
+
+/// Returns the number of candidates with a free slot, and the places of the lowest cost among these, or among all if
+/// there are none.
+pub fn cheapest(costs: &[f64], free_slots: &[f64]) -> (usize, Vec<usize>) {
+    let open = free_slots.iter().filter(|slots| **slots >= 1.0).count();
+    let allowed = || costs.iter().zip(free_slots).enumerate().filter(|(_, (_, slots))| open == 0 || **slots >= 1.0);
+    let lowest = allowed().map(|(_, (cost, _))| *cost).min_by(f64::total_cmp).unwrap_or_default();
+    let places = allowed().filter(|(_, (cost, _))| cost.total_cmp(&lowest).is_eq()).map(|(place, _)| place);
+    (open, places.collect())
 }
 
 /// Quotient and remainder. A division takes as long as the rest of a term, and few ranks have more tokens than a step.

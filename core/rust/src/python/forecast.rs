@@ -5,15 +5,15 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::load::forecast::{Candidate, Model, Request, prompt_blocks};
+use crate::load::forecast::{Candidate, Model, Request, cheapest, prompt_blocks};
 
 /// Implements `kvrouter.core.interface.ForecastModel`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct ForecastModel(Model);
 
-/// Rows that `terms` returns.
-const ROWS: usize = 11;
-/// Columns of whole numbers that `terms` takes, in order.
+/// Rows that `weigh` returns.
+const ROWS: usize = 12;
+/// Columns of whole numbers that `weigh` takes, in order.
 type Columns<'py> = [Bound<'py, PyAny>; 10];
 
 fn column<T: Element>(py: Python<'_>, column: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<T>> {
@@ -60,21 +60,23 @@ impl ForecastModel {
         }))
     }
 
-    fn terms<'py>(
+    fn weigh<'py>(
         &self,
         py: Python<'py>,
         request: (i64, i64, f64, f64),
+        free_slots: &Bound<'py, PyAny>,
         head_since: &Bound<'py, PyAny>,
         relative_latency: &Bound<'py, PyAny>,
         reuse_chance: &Bound<'py, PyAny>,
         columns: Columns<'py>,
-    ) -> PyResult<Bound<'py, PyBytes>> {
+    ) -> PyResult<(Bound<'py, PyBytes>, usize, Vec<usize>)> {
         let (prompt_tokens, block_size, calibration, now) = request;
         if prompt_tokens < 1 || block_size < 1 {
             return Err(PyValueError::new_err("expected 1 token or more, in the prompt and in a block"));
         }
         let request = Request { prompt_tokens, block_size, calibration, now };
         let count = head_since.len()?;
+        let slots: Vec<f64> = column(py, free_slots, count)?;
         let since: Vec<f64> = column(py, head_since, count)?;
         let latencies: Vec<f64> = column(py, relative_latency, count)?;
         let chances: Vec<f64> = column(py, reuse_chance, count)?;
@@ -105,11 +107,14 @@ impl ForecastModel {
         let shares: Vec<f64> = (0..count).map(|place| model.share(&request, &candidate(place))).collect();
         let mean_share = shares.iter().sum::<f64>() / count.max(1) as f64;
         let blocks = prompt_blocks(&request, overlap.iter().copied().zip(leading.iter().copied()));
-        PyBytes::new_with(py, ROWS * count * size_of::<f64>(), |to| {
+        let mut costs = Vec::with_capacity(count);
+        let rows = PyBytes::new_with(py, ROWS * count * size_of::<f64>(), |to| {
             let mut rows = to.chunks_exact_mut((count * size_of::<f64>()).max(1));
             let mut rows: [_; ROWS] = std::array::from_fn(|_| rows.next().unwrap_or_default().chunks_exact_mut(8));
             for (place, (share, blocks)) in shares.iter().zip(blocks).enumerate() {
                 let terms = model.terms(&request, &candidate(place), *share, blocks, mean_share);
+                let cost = terms.cost();
+                costs.push(cost);
                 let values: [f64; ROWS] = [
                     terms.forecast,
                     terms.batch,
@@ -122,6 +127,7 @@ impl ForecastModel {
                     terms.relative,
                     terms.new_tokens as f64,
                     f64::from(u8::from(terms.fit)),
+                    cost,
                 ];
                 for (row, value) in rows.iter_mut().zip(values) {
                     if let Some(to) = row.next() {
@@ -130,6 +136,8 @@ impl ForecastModel {
                 }
             }
             Ok(())
-        })
+        })?;
+        let (open, cheapest) = cheapest(&costs, &slots);
+        Ok((rows, open, cheapest))
     }
 }

@@ -61,14 +61,15 @@ class ForecastModel:
         output_tokens: float,
         fit_tokens: int,
     ) -> None: ...
-    def terms(
+    def weigh(
         self,
         request: tuple[int, int, float, float],
+        free_slots: Any,
         head_since: Any,
         relative_latency: Any,
         reuse_chance: Any,
         columns: tuple[Any, ...],
-    ) -> bytes: ...
+    ) -> tuple[bytes, int, list[int]]: ...
 
 class EventRecorder:
     def __init__(self, head: BatchHead, max_events: int, max_bytes: int) -> None: ...

@@ -54,10 +54,23 @@ def contexts(draw: st.DrawFn) -> SchedulingContext:
 @settings(max_examples=500, deadline=None)
 @given(contexts())
 def test_native_terms_are_those_of_the_policy(given_context: SchedulingContext) -> None:
-    expected = policy.weigh(given_context, policy.used_shares(given_context))
-    native = policy.weigh_natively(given_context)
-    for name, ours, theirs in zip(policy.Weighed._fields, native, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs.astype(np.float64), rtol=1e-9, atol=1e-6, err_msg=name)
+    expected = policy.weigh_here(given_context, given_context.free_slots)
+    native = policy.weigh_candidates(given_context, given_context.free_slots)
+    for name, ours, theirs in zip((*policy.Weighed._fields, "cost"), native.rows, expected.rows, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-6, err_msg=name)
+    assert native.open_ranks == expected.open_ranks
+    # Equal costs may differ in their last bits.
+    cheapest = expected.rows[-1, [*native.cheapest, *expected.cheapest]]
+    np.testing.assert_allclose(cheapest, cheapest.min(), rtol=1e-9, atol=1e-6)
+
+
+def test_all_candidates_of_the_lowest_cost_with_a_free_slot_are_the_cheapest() -> None:
+    slots = np.array([0.0, 1.0, 2.0, math.inf])
+    alike = context(4)
+    assert policy.weigh_candidates(alike, slots)[1:] == (3, [1, 2, 3])
+    assert policy.weigh_candidates(alike, slots[:1].repeat(4))[1:] == (0, [0, 1, 2, 3])
+    dearer = alike._replace(overlap_blocks=np.array([9, 0, 2, 2]))
+    assert policy.weigh_candidates(dearer, slots)[1:] == (3, [2, 3])
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,10 +94,12 @@ def test_the_choice_is_the_same(given_context: SchedulingContext, seed: int) -> 
 
 
 def test_columns_of_other_lengths_or_types_are_refused() -> None:
-    given_context = context(2)
+    given_context, slots = context(2), np.ones(2)
     with pytest.raises(ValueError, match="columns of 2 entries"):
-        policy.weigh_natively(given_context._replace(active_blocks=np.zeros(3, np.int64)))
+        policy.weigh_candidates(given_context._replace(active_blocks=np.zeros(3, np.int64)), slots)
+    with pytest.raises(ValueError, match="columns of 2 entries"):
+        policy.weigh_candidates(given_context, np.ones(3))
     with pytest.raises((BufferError, TypeError)):
-        policy.weigh_natively(given_context._replace(active_blocks=np.zeros(2, np.float64)))
+        policy.weigh_candidates(given_context._replace(active_blocks=np.zeros(2, np.float64)), slots)
     with pytest.raises(ValueError, match="1 token or more"):
-        policy.weigh_natively(given_context._replace(prompt_tokens=0))
+        policy.weigh_candidates(given_context._replace(prompt_tokens=0), slots)

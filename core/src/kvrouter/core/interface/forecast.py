@@ -13,18 +13,20 @@ class ForecastModel(Protocol):
     ``fit_tokens``. Only the native core has it: without that the policy computes the terms itself.
     """
 
-    def terms(
+    def weigh(
         self,
         request: tuple[int, int, float, float],
+        free_slots: Any,
         head_since: Any,
         relative_latency: Any,
         reuse_chance: Any,
         columns: tuple[Any, ...],
-    ) -> bytes:
-        """Returns rows of float64, each with an entry for each candidate.
+    ) -> tuple[bytes, int, list[int]]:
+        """Returns rows of float64, each with an entry for each candidate, and the cheapest candidates.
 
         Args:
             request: (prompt tokens, block size, latency calibration, seconds of the clock).
+            free_slots: A buffer of float64, the free slots of each candidate.
             head_since: A buffer of float64, the seconds at which each candidate began to compute a prompt.
             relative_latency: A buffer of float64, the relative latency of each candidate.
             reuse_chance: A buffer of float64, the mean chance that a block in each candidate's KV cache is used again.
@@ -33,9 +35,13 @@ class ForecastModel(Protocol):
                 requests, and tokens of the prompt being computed.
 
         Returns:
-            Eleven rows: time to first token, batch, work, output, shortage, eviction, copies and own work, each in
-            ms; the factor for the rank's speed in the first; tokens to compute; and 1 where the first token may be used
-            for latency calibration, else 0.
+            Twelve rows: time to first token, batch, work, output, shortage, eviction, copies and own work, each in
+            ms; the factor for the rank's speed in the first; tokens to compute; 1 where the first token may be used
+            for latency calibration, else 0; and the cost, the sum of the first seven.
+
+            The number of candidates with a free slot.
+
+            The places of the lowest cost among these, or among all candidates if there are none.
 
         Raises:
             ValueError: there is no prompt, or the columns differ in length.

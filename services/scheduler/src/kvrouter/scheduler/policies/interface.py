@@ -7,8 +7,9 @@ the meaning of existing ones does not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, get_type_hints
@@ -101,6 +102,26 @@ def _unexplained(index: int) -> str:  # noqa: ARG001 - stands in for a formula
     return ""
 
 
+class OnDemand(Mapping[str, NDArray[Any]]):
+    """Columns by name, made when they are first read: of thousands of decisions a few are explained."""
+
+    def __init__(self, make: Callable[[], dict[str, NDArray[Any]]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _columns(self) -> dict[str, NDArray[Any]]:
+        return self._make()
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
 class Explanation(NamedTuple):
     """How the candidates compared."""
 
@@ -190,8 +211,9 @@ def largest(column: Column) -> int:
 
 def draw_lowest(values: NDArray[Any], rng: Random) -> int:
     """Returns the index of the lowest value; ties are broken at random."""
-    first = int(values.argmin())
-    lowest = values == values[first]
-    count = int(np.count_nonzero(lowest))
-    drawn = rng.randrange(count)
-    return first if count == 1 else int(np.flatnonzero(lowest)[drawn])
+    return draw((values == values[values.argmin()]).nonzero()[0].tolist(), rng)
+
+
+def draw(places: Sequence[int], rng: Random) -> int:
+    """Returns one of the places at random."""
+    return places[0] if len(places) == 1 else rng.choice(places)

@@ -7,6 +7,7 @@ property test compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,10 +19,12 @@ from kvrouter.scheduler.policies.interface import (
     Choice,
     Column,
     Explanation,
+    OnDemand,
     Policy,
     SchedulingContext,
     Wait,
-    draw_lowest,
+    draw,
+    largest,
     rank_label,
 )
 from numpy.typing import NDArray
@@ -110,44 +113,40 @@ class ForecastPolicy(Policy):
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses the cheapest rank with a free slot, or returns a Wait for it if it has no room."""
-        columns = weigh_natively(context) if NATIVE is not None else np.array(weigh(context, used_shares(context)))
-        weighed, costs = Weighed(*columns), np.add.reduce(columns[:_COST_TERMS])
         slots, is_kept = context.free_slots, context.is_kept
-        # A method such as ``any`` takes three times as long.
-        is_limited = bool(np.count_nonzero(is_kept))
-        is_open = (slots >= 1) & ~is_kept if is_limited or slots[slots.argmin()] < 1 else None
-        has_slot = is_open is None or bool(is_open.any())
-        weighed_costs = costs if is_open is None or not has_slot else np.where(is_open, costs, np.inf)
-        index = draw_lowest(weighed_costs, rng)
+        is_limited = bool(largest(is_kept))
+        rows, open_ranks, cheapest = weigh_candidates(context, np.where(is_kept, 0.0, slots) if is_limited else slots)
+        index, has_slot = draw(cheapest, rng), open_ranks > 0
+        weighed = Weighed(*rows[:-1, index].tolist())
 
         def formula(index: int) -> str:
+            *terms, cost = rows[:, index].tolist()
+            at = Weighed(*terms)
             kept = ", room is kept for other tenants" if is_kept[index] else ""
             full = ", no free slot" if slots[index] < 1 else kept
             return (
-                f"Formula for {rank_label(context.ranks[index])}: {costs[index]:.1f} ms = "
-                f"{weighed.forecast[index]:.1f} to the first token + {weighed.batch[index]:.1f} in its step + "
-                f"{weighed.work[index]:.1f} for others + {weighed.output[index]:.1f} for its output + "
-                f"{weighed.shortage[index]:.1f} for lack of blocks + "
-                f"{weighed.eviction[index]:.1f} for evicted blocks - {-weighed.copies[index]:.1f} for popular blocks "
-                f"({int(weighed.new_tokens[index])} tokens to compute{full})"
+                f"Formula for {rank_label(context.ranks[index])}: {cost:.1f} ms = "
+                f"{at.forecast:.1f} to the first token + {at.batch:.1f} in its step + "
+                f"{at.work:.1f} for others + {at.output:.1f} for its output + "
+                f"{at.shortage:.1f} for lack of blocks + "
+                f"{at.eviction:.1f} for evicted blocks - {-at.copies:.1f} for popular blocks "
+                f"({int(at.new_tokens)} tokens to compute{full})"
             )
 
-        terms = {
-            "forecast_ms": weighed.forecast,
-            "batch_ms": weighed.batch,
-            "work_ms": weighed.work,
-            "output_ms": weighed.output,
-            "shortage_ms": weighed.shortage,
-            "eviction_ms": weighed.eviction,
-            "copies_ms": weighed.copies,
-            "new_tokens": weighed.new_tokens,
-            "relative_latency": context.relative_latency,
-            "free_slots": slots,
-        }
-        new_tokens = int(weighed.new_tokens[index])
-        total, free_slots = int(context.total_blocks[index]), float(slots[index])
+        def terms() -> dict[str, NDArray[Any]]:
+            return {
+                **{f"{name}_ms": row for name, row in zip(Weighed._fields[:_COST_TERMS], rows, strict=False)},
+                "new_tokens": rows[Weighed._fields.index("new_tokens")],
+                "relative_latency": context.relative_latency,
+                "free_slots": slots,
+            }
+
+        def explained(reason: str) -> Explanation:
+            return Explanation(reason, rows[-1], OnDemand(terms), formula)
+
+        new_tokens, total = int(weighed.new_tokens), int(context.total_blocks[index])
         added = context.prompt_tokens - int(context.leading_active_blocks[index]) * context.block_size
-        slot = int(total * context.block_size / max(1.0, free_slots + int(context.active_requests[index])))
+        slot = int(total * context.block_size / max(1.0, float(slots[index]) + int(context.active_requests[index])))
         use_tokens = max(added, slot)
         if not has_slot or (total and context.active_blocks[index] > total):
             reason = "the cheapest rank lacks KV blocks" if has_slot else "no rank has a free slot"
@@ -155,8 +154,8 @@ class ForecastPolicy(Policy):
                 reason = "the free room is kept for other tenants"
             return Wait(
                 index,
-                Explanation(reason, costs, terms, formula),
-                prefill_ms=float(weighed.own[index] * context.relative_latency[index]),
+                explained(reason),
+                prefill_ms=weighed.own * float(context.relative_latency[index]),
                 room_tokens=added if has_slot else new_tokens,
                 use_tokens=use_tokens,
                 rank=context.ranks[index],
@@ -164,14 +163,14 @@ class ForecastPolicy(Policy):
                 for_slot=not has_slot,
                 keeps_room=is_limited and not has_slot,
             )
-        reason = "lowest cost" if is_open is None else "lowest cost of the ranks with a free slot"
-        forecast_ms = float(weighed.forecast[index] / weighed.relative[index])
+        is_any = open_ranks == len(context.ranks)
+        forecast_ms = weighed.forecast / weighed.relative
         return Choice(
             index,
-            Explanation(reason, costs, terms, formula),
+            explained("lowest cost" if is_any else "lowest cost of the ranks with a free slot"),
             use_tokens,
             prefill_tokens=new_tokens,
-            forecast_ms=forecast_ms if weighed.fit[index] else None,
+            forecast_ms=forecast_ms if weighed.fit else None,
             idle_forecast_ms=None if context.head_prefill_tokens[index] else forecast_ms,
         )
 
@@ -225,11 +224,24 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
     )
 
 
-def weigh_natively(context: SchedulingContext) -> Amounts:
-    """Returns the result of ``weigh``, computed by the native core, as rows."""
-    assert NATIVE is not None  # noqa: S101 - else ``weigh`` is called
-    rows = NATIVE.terms(
+class Weighing(NamedTuple):
+    """All candidates, weighed against each other."""
+
+    rows: Amounts
+    """Those of ``Weighed``, and the cost: a column for each candidate."""
+    open_ranks: int
+    """Number of candidates with a free slot."""
+    cheapest: Sequence[int]
+    """Indexes of the cheapest of these, or of all if there are none."""
+
+
+def weigh_candidates(context: SchedulingContext, free_slots: Amounts) -> Weighing:
+    """Weighs the candidates, by the native core if there is one. ``free_slots`` are those for this request."""
+    if NATIVE is None:
+        return weigh_here(context, free_slots)
+    rows, open_ranks, cheapest = NATIVE.weigh(
         (context.prompt_tokens, context.block_size, context.latency_calibration, context.now),
+        free_slots,
         context.head_prefill_since,
         context.relative_latency,
         context.reuse_chance,
@@ -246,7 +258,17 @@ def weigh_natively(context: SchedulingContext) -> Amounts:
             context.head_prefill_tokens,
         ),
     )
-    return np.ndarray((len(Weighed._fields), len(context.ranks)), np.float64, rows)
+    shape = len(Weighed._fields) + 1, len(context.ranks)
+    return Weighing(np.ndarray(shape, np.float64, rows), open_ranks, cheapest)
+
+
+def weigh_here(context: SchedulingContext, free_slots: Amounts) -> Weighing:
+    """Returns the result of the native core, computed without it."""
+    columns = weigh(context, used_shares(context))
+    costs = np.add.reduce(columns[:_COST_TERMS])
+    is_open = free_slots >= 1
+    allowed = np.where(is_open, costs, np.inf) if is_open.any() else costs
+    return Weighing(np.array([*columns, costs]), int(is_open.sum()), np.flatnonzero(allowed == allowed.min()).tolist())
 
 
 def recomputations(chance: Amounts) -> Amounts:
