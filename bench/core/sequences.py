@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvrouter.core import BookingRequest, _native, reference
+from kvrouter.core import _native, reference
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool
@@ -87,14 +87,14 @@ def measure(sequences: Any, case: Case, ranks: int, blocks: int, decisions: int)
     for worker in range(ranks):
         sequences.add_rank((worker, 0))
     bookings = [
-        BookingRequest((str(number), 0, 1), (number % ranks, 0), prompt, tokens, number * 7 % tokens)
+        ((str(number), 0, 1), (number % ranks, 0), prompt, tokens, number * 7 % tokens)
         for number, prompt in enumerate(case.prompts)
     ]
     gc.collect()
     gc.disable()
-    booked = each_ns(sequences.book, bookings)
+    booked = each_ns(lambda booking: sequences.book(*booking), bookings)
     decided = each_ns(lambda prompt: sequences.loads(prompt, tokens), case.booking_context[:decisions])
-    freed = each_ns(sequences.free, [booking.key for booking in bookings])
+    freed = each_ns(sequences.free, [key for key, *_ in bookings])
     gc.enable()
     assert len(sequences) == 0
     at = [decided[len(decided) * percent // 100] for percent in (10, 50, 99)]
@@ -107,9 +107,7 @@ def answers_agree(case: Case, ranks: int, blocks: int) -> bool:
         for worker in range(ranks):
             sequences.add_rank((worker, 0))
         for number, prompt in enumerate(case.prompts):
-            sequences.book(
-                BookingRequest((str(number), 0, 1), (number % ranks, 0), prompt, blocks * BLOCK_SIZE, number)
-            )
+            sequences.book((str(number), 0, 1), (number % ranks, 0), prompt, blocks * BLOCK_SIZE, number)
     native, expected = (sequences.loads(case.booking_context[0], blocks * BLOCK_SIZE) for sequences in both)
     return native == expected
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrouter.core.interface import Rank
 from kvrouter.core.reference import sequence_hashes
@@ -17,6 +17,18 @@ RANK = (7, 0)
 DEVICE, HOST, DISK, SHARED, CHECKPOINT = 1, 2, 3, 4, 5
 COUNTED, SET = CopyCounting.COPY_COUNTING_COUNTED, CopyCounting.COPY_COUNTING_SET
 LAST_ID = (1 << 64) - 1
+
+
+class BookingRequest(NamedTuple):
+    """The arguments of ``ActiveSequences.book``."""
+
+    key: tuple[str, int, int]
+    rank: Rank
+    sequence_hashes: bytes
+    prompt_tokens: int
+    prefill_tokens: int
+    track_blocks: bool = True
+    unique_blocks: bool = False
 
 
 def packed(hashes: Iterable[int]) -> bytes:

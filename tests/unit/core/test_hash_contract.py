@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from kvrouter.core import multimodal_hash
-from kvrouter.core.interface import BookingRequest, Scope
+from kvrouter.core.interface import Scope
 from kvrouter.core.reference.hashing import scope_seed
 from xxhash import xxh3_64_intdigest
 
@@ -165,7 +165,7 @@ def test_what_is_not_packed_is_refused(core: ModuleType, bad: Any) -> None:
         lambda hashes: predicted.record((1, 0), hashes, 0.0),
         lambda hashes: predicted.overlaps(hashes, 0.0),
         sequences.loads,
-        lambda hashes: sequences.book(BookingRequest(("r", 0, 1), (1, 0), hashes, 16, 0)),
+        lambda hashes: sequences.book(("r", 0, 1), (1, 0), hashes, 16, 0),
     ]
     for call in calls:
         with pytest.raises(TypeError):

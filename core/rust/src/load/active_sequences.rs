@@ -20,6 +20,10 @@ pub struct Request<'a> {
     pub prompt_tokens: u64,
     pub prefill_tokens: u64,
     pub blocks: Blocks<'a>,
+    /// Number of sequences that the engine generates from the prompt.
+    pub sequences: u64,
+    /// Seconds.
+    pub now: f64,
 }
 
 /// The blocks of a booking that count as active.
@@ -35,7 +39,11 @@ pub enum Blocks<'a> {
 /// The outcome of `book`.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Booked {
-    Yes,
+    /// With the sequences of its rank, and the prompts there that are to be computed, the new ones included.
+    Yes {
+        sequences: u64,
+        prompts: usize,
+    },
     /// Booked already, or freed.
     Known,
     UnknownRank,
@@ -52,6 +60,7 @@ struct Live {
     prompt_tokens: u64,
     prefill_tokens: u64,
     output_tokens: u64,
+    sequences: u64,
     prefilled: bool,
     tracked: bool,
     unique: bool,
@@ -76,8 +85,28 @@ struct Load {
     shared_blocks: u64,
     private_blocks: u128,
     prefill_tokens: u128,
+    sequences: u64,
     /// Keys in the order in which they were booked.
     live: BTreeMap<u64, Arc<Key>>,
+    /// Tokens of the prompts to compute, in the order in which they were booked: engines compute the oldest first.
+    prompts: BTreeMap<u64, u64>,
+    /// Seconds at which the oldest was booked, or at which a prompt before or beside it ended.
+    since: f64,
+}
+
+impl Load {
+    fn begin_prompt(&mut self, order: u64, tokens: u64, now: f64) {
+        if self.prompts.is_empty() {
+            self.since = now;
+        }
+        self.prompts.insert(order, tokens);
+    }
+
+    fn end_prompt(&mut self, order: u64, now: f64) {
+        if self.prompts.remove(&order).is_some() {
+            self.since = now;
+        }
+    }
 }
 
 /// Load of all ranks, in order of (worker_id, dp_rank). Sums above 2^63 - 1 are given as 2^63 - 1.
@@ -89,6 +118,10 @@ pub struct Columns {
     pub prefill_tokens: Vec<i64>,
     pub requests: Vec<i64>,
     pub leading_active_blocks: Vec<i64>,
+    pub head_prefill_tokens: Vec<i64>,
+    pub prefill_requests: Vec<i64>,
+    /// Bits of 64-bit floating-point numbers.
+    pub head_prefill_since: Vec<i64>,
 }
 
 /// The ranks in order, and their slots.
@@ -169,7 +202,7 @@ impl Sequences {
         let keys: Vec<Arc<Key>> =
             self.loads.get(slot as usize).map(|load| load.live.values().cloned().collect()).unwrap_or_default();
         for key in &keys {
-            self.free(Arc::clone(key));
+            self.free(Arc::clone(key), 0.0);
         }
         if let Some(load) = self.loads.get_mut(slot as usize) {
             *load = Load::default();
@@ -203,6 +236,7 @@ impl Sequences {
             prompt_tokens: request.prompt_tokens,
             prefill_tokens: request.prefill_tokens,
             output_tokens: 0,
+            sequences: request.sequences,
             prefilled: false,
             tracked: !matches!(request.blocks, Blocks::Untracked),
             unique: matches!(request.blocks, Blocks::Unique),
@@ -212,10 +246,15 @@ impl Sequences {
         load.shared_blocks += gained;
         load.private_blocks += live.private_blocks(self.block_size);
         load.prefill_tokens += u128::from(live.prefill_tokens);
+        load.sequences += live.sequences;
+        if live.prefill_tokens > 0 {
+            load.begin_prompt(live.order, live.prefill_tokens, request.now);
+        }
+        let booked = Booked::Yes { sequences: load.sequences, prompts: load.prompts.len() };
         let key = Arc::new(request.key);
         load.live.insert(live.order, Arc::clone(&key));
         self.bookings.insert(key, live);
-        Booked::Yes
+        booked
     }
 
     /// Returns whether enough entries were removed that free memory should be returned to the system.
@@ -235,17 +274,26 @@ impl Sequences {
 
     /// Returns the number of distinct blocks of a rank.
     pub fn blocks_of_rank(&self, rank: Name) -> usize {
-        let load = self.slots.get(&rank).and_then(|slot| self.loads.get(*slot as usize));
-        load.map_or(0, |load| load.shared_blocks as usize)
+        self.load_of(rank).map_or(0, |load| load.shared_blocks as usize)
+    }
+
+    /// Returns the number of booked sequences of a rank.
+    pub fn sequences_of_rank(&self, rank: Name) -> u64 {
+        self.load_of(rank).map_or(0, |load| load.sequences)
+    }
+
+    fn load_of(&self, rank: Name) -> Option<&Load> {
+        self.slots.get(&rank).and_then(|slot| self.loads.get(*slot as usize))
     }
 
     /// Subtracts the prefill tokens of a booking. Returns whether it is live.
-    pub fn prefill_complete(&mut self, key: &Key) -> bool {
+    pub fn prefill_complete(&mut self, key: &Key, now: f64) -> bool {
         let Some(live) = self.bookings.get_mut(key) else { return false };
         if !std::mem::replace(&mut live.prefilled, true)
             && let Some(load) = self.loads.get_mut(live.slot as usize)
         {
             load.prefill_tokens -= u128::from(live.prefill_tokens);
+            load.end_prompt(live.order, now);
         }
         true
     }
@@ -263,24 +311,26 @@ impl Sequences {
         true
     }
 
-    /// Frees a booking and adds a tombstone for its key. Returns whether it was live.
-    pub fn free(&mut self, key: Arc<Key>) -> bool {
+    /// Frees a booking and adds a tombstone for its key. Returns its rank if it was live.
+    pub fn free(&mut self, key: Arc<Key>, now: f64) -> Option<Name> {
         let live = self.bookings.remove(&key);
         self.freed.put(key);
-        let Some(live) = live else { return false };
+        let live = live?;
         let lost = self.active.release(&live.pieces, live.slot);
         if let Some(load) = self.loads.get_mut(live.slot as usize) {
             load.shared_blocks -= lost;
             load.private_blocks -= live.private_blocks(self.block_size);
             if !live.prefilled {
                 load.prefill_tokens -= u128::from(live.prefill_tokens);
+                load.end_prompt(live.order, now);
             }
+            load.sequences -= live.sequences;
             load.live.remove(&live.order);
         }
         if self.bookings.len() * 8 < self.bookings.capacity() {
             self.bookings.shrink_to(self.bookings.len() * 2);
         }
-        true
+        Some(live.rank)
     }
 
     /// Returns the load of every rank, with the blocks of a prompt and `tail` private ones added.
@@ -307,8 +357,13 @@ impl Sequences {
             let blocks = u128::from(load.shared_blocks) + load.private_blocks + added - u128::from(*present);
             columns.active_blocks.push(word(blocks));
             columns.prefill_tokens.push(word(load.prefill_tokens));
-            columns.requests.push(load.live.len() as i64);
+            columns.requests.push(load.sequences as i64);
             columns.leading_active_blocks.push(i64::from(*leading));
+            let head = load.prompts.first_key_value().map(|(_, tokens)| *tokens);
+            columns.head_prefill_tokens.push(word(u128::from(head.unwrap_or(0))));
+            columns.prefill_requests.push(load.prompts.len() as i64);
+            let since = if head.is_some() { load.since } else { f64::INFINITY };
+            columns.head_prefill_since.push(since.to_bits() as i64);
         }
         columns
     }
@@ -324,7 +379,17 @@ impl Columns {
         let column = || Vec::with_capacity(ranks.len());
         let (active_blocks, prefill_tokens) = (column(), column());
         let (requests, leading_active_blocks) = (column(), column());
-        Self { ranks, active_blocks, prefill_tokens, requests, leading_active_blocks }
+        let (head_prefill_tokens, prefill_requests, head_prefill_since) = (column(), column(), column());
+        Self {
+            ranks,
+            active_blocks,
+            prefill_tokens,
+            requests,
+            leading_active_blocks,
+            head_prefill_tokens,
+            prefill_requests,
+            head_prefill_since,
+        }
     }
 }
 
@@ -337,7 +402,12 @@ mod tests {
     }
 
     fn request<'a>(name: &str, rank: Name, tokens: u64, blocks: Blocks<'a>) -> Request<'a> {
-        Request { key: key(name), rank: Some(rank), prompt_tokens: tokens, prefill_tokens: tokens, blocks }
+        let key = key(name);
+        Request { key, rank: Some(rank), prompt_tokens: tokens, prefill_tokens: tokens, blocks, sequences: 1, now: 0.0 }
+    }
+
+    fn is_live(booked: Booked) -> bool {
+        matches!(booked, Booked::Yes { .. })
     }
 
     #[test]
@@ -345,13 +415,13 @@ mod tests {
         let mut sequences = Sequences::new(1, 10, 10);
         sequences.add_rank((1, 0));
         for name in ["a", "b", "c"] {
-            assert_eq!(sequences.book(request(name, (1, 0), u64::MAX, Blocks::Unique)), Booked::Yes);
+            assert!(is_live(sequences.book(request(name, (1, 0), u64::MAX, Blocks::Unique))));
             assert!(sequences.output_tokens(&key(name), u64::MAX));
         }
         let columns = sequences.loads(&[], 0);
         assert_eq!((columns.active_blocks, columns.prefill_tokens), (vec![i64::MAX], vec![i64::MAX]));
         for name in ["a", "b", "c"] {
-            assert!(sequences.free(Arc::new(key(name))));
+            assert!(sequences.free(Arc::new(key(name)), 0.0).is_some());
         }
         let columns = sequences.loads(&[], 0);
         assert_eq!((columns.active_blocks, columns.prefill_tokens), (vec![0], vec![0]));
@@ -384,11 +454,11 @@ mod tests {
         let full = bytes(&sequences);
         assert!(full > 4_000_000);
         for number in 1..4000 {
-            assert!(sequences.free(Arc::new(key(&number.to_string()))));
+            assert!(sequences.free(Arc::new(key(&number.to_string())), 0.0).is_some());
         }
         // Ids of blocks are kept, 4 bytes each, until none is left.
         assert!(bytes(&sequences) < full / 4, "{} of {full}", bytes(&sequences));
-        assert!(sequences.free(Arc::new(key("0"))));
+        assert!(sequences.free(Arc::new(key("0")), 0.0).is_some());
         assert!(bytes(&sequences) < 5000, "{}", bytes(&sequences));
     }
 

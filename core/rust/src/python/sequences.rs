@@ -4,10 +4,9 @@ use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyKeyError, PyMemoryError, PyOverflowError, PyValueError};
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyMemoryView, PyTuple, PyType};
+use pyo3::types::{PyBytes, PyTuple, PyType};
 
 use super::buffers;
 use super::exclusive::Exclusive;
@@ -53,10 +52,10 @@ fn load_columns(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     CLASS.import(py, "kvrouter.core.interface", "LoadColumns")
 }
 
-/// Returns columns, one after the other, as a buffer of 64-bit integers.
-fn buffer<'py>(py: Python<'py>, columns: [&[i64]; 4]) -> PyResult<Bound<'py, PyAny>> {
+/// Returns columns, one after the other, as 64-bit words.
+fn packed<'py>(py: Python<'py>, columns: [&[i64]; 7]) -> PyResult<Bound<'py, PyBytes>> {
     let [first, ..] = columns;
-    let bytes = PyBytes::new_with(py, columns.into_iter().map(size_of_val).sum(), |to| {
+    PyBytes::new_with(py, columns.into_iter().map(size_of_val).sum(), |to| {
         // Column by column: one loop over all of them takes twice as long.
         for (to, column) in to.chunks_exact_mut(size_of_val(first).max(1)).zip(columns) {
             for (to, word) in to.chunks_exact_mut(8).zip(column) {
@@ -64,8 +63,7 @@ fn buffer<'py>(py: Python<'py>, columns: [&[i64]; 4]) -> PyResult<Bound<'py, PyA
             }
         }
         Ok(())
-    })?;
-    PyMemoryView::from(&bytes)?.call_method1(intern!(py, "cast"), (intern!(py, "q"),))
+    })
 }
 
 impl ActiveSequences {
@@ -117,29 +115,36 @@ impl ActiveSequences {
         gone.into_iter().map(Arc::unwrap_or_clone).collect()
     }
 
-    fn book(&self, py: Python<'_>, booking: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let part = |name| booking.getattr(name);
-        let packed = part(intern!(py, "sequence_hashes"))?;
-        let hashes = buffers::words(&packed)?;
-        let prompt_tokens = tokens(&part(intern!(py, "prompt_tokens"))?)?;
-        let prefill_tokens = tokens(&part(intern!(py, "prefill_tokens"))?)?;
-        let (Some(prompt_tokens), Some(prefill_tokens)) = (prompt_tokens, prefill_tokens) else {
+    #[expect(clippy::too_many_arguments, reason = "most are passed by name")]
+    #[pyo3(signature = (key, rank, sequence_hashes, prompt_tokens, prefill_tokens, track_blocks=true, unique_blocks=false, sequences=1, now=0.0))]
+    fn book(
+        &self,
+        py: Python<'_>,
+        key: Key,
+        rank: &Bound<'_, PyAny>,
+        sequence_hashes: &Bound<'_, PyAny>,
+        prompt_tokens: &Bound<'_, PyAny>,
+        prefill_tokens: &Bound<'_, PyAny>,
+        track_blocks: bool,
+        unique_blocks: bool,
+        sequences: u32,
+        now: f64,
+    ) -> PyResult<Option<(u64, usize)>> {
+        let hashes = buffers::words(sequence_hashes)?;
+        let (Some(prompt_tokens), Some(prefill_tokens)) = (tokens(prompt_tokens)?, tokens(prefill_tokens)?) else {
             return Err(PyValueError::new_err("expected 0 or more tokens"));
         };
-        let key: Key = part(intern!(py, "key"))?.extract()?;
-        let rank = part(intern!(py, "rank"))?;
-        let blocks = if !part(intern!(py, "track_blocks"))?.is_truthy()? {
-            Blocks::Untracked
-        } else if part(intern!(py, "unique_blocks"))?.is_truthy()? {
-            Blocks::Unique
-        } else {
-            Blocks::Shared(&hashes)
+        let blocks = match (track_blocks, unique_blocks) {
+            (false, _) => Blocks::Untracked,
+            (true, true) => Blocks::Unique,
+            (true, false) => Blocks::Shared(&hashes),
         };
-        let request = Request { key, rank: rank.extract().ok(), prompt_tokens, prefill_tokens, blocks };
+        let sequences = u64::from(sequences);
+        let request = Request { key, rank: rank.extract().ok(), prompt_tokens, prefill_tokens, blocks, sequences, now };
         match self.sequences.with(py, hashes.len() > LONG, |sequences| sequences.book(request)) {
-            Booked::Yes => Ok(true),
-            Booked::Known => Ok(false),
-            Booked::UnknownRank => Err(PyKeyError::new_err(rank.unbind())),
+            Booked::Yes { sequences, prompts } => Ok(Some((sequences, prompts))),
+            Booked::Known => Ok(None),
+            Booked::UnknownRank => Err(PyKeyError::new_err(rank.clone().unbind())),
             Booked::Full => {
                 let most = self.sequences.with(py, false, |sequences| sequences.max_bookings());
                 Err(PyOverflowError::new_err(format!("expected at most {most} bookings, received one more")))
@@ -148,12 +153,17 @@ impl ActiveSequences {
         }
     }
 
+    fn sequences(&self, py: Python<'_>, rank: Name) -> u64 {
+        self.sequences.with(py, false, |sequences| sequences.sequences_of_rank(rank))
+    }
+
     fn rank(&self, py: Python<'_>, key: Key) -> Option<Name> {
         self.sequences.with(py, false, |sequences| sequences.rank(&key))
     }
 
-    fn prefill_complete(&self, py: Python<'_>, key: Key) -> bool {
-        self.sequences.with(py, false, |sequences| sequences.prefill_complete(&key))
+    #[pyo3(signature = (key, now=0.0))]
+    fn prefill_complete(&self, py: Python<'_>, key: Key, now: f64) -> bool {
+        self.sequences.with(py, false, |sequences| sequences.prefill_complete(&key, now))
     }
 
     #[pyo3(signature = (key, tokens))]
@@ -162,11 +172,12 @@ impl ActiveSequences {
         Ok(self.sequences.with(py, false, |sequences| sequences.output_tokens(&key, tokens)))
     }
 
-    fn free(&self, py: Python<'_>, key: Key) -> bool {
+    #[pyo3(signature = (key, now=0.0))]
+    fn free(&self, py: Python<'_>, key: Key, now: f64) -> Option<Name> {
         let long = self.sequences.with(py, false, |sequences| sequences.blocks_of(&key)) > LONG;
-        let known = self.sequences.with(py, long, |sequences| sequences.free(Arc::new(key)));
+        let rank = self.sequences.with(py, long, |sequences| sequences.free(Arc::new(key), now));
         self.trim_if_due(py);
-        known
+        rank
     }
 
     #[pyo3(signature = (sequence_hashes=None, prompt_tokens=None))]
@@ -187,9 +198,17 @@ impl ActiveSequences {
         });
         load_columns(py)?.call1((
             self.ranks(py, &columns.ranks)?,
-            buffer(
+            packed(
                 py,
-                [&columns.active_blocks, &columns.prefill_tokens, &columns.requests, &columns.leading_active_blocks],
+                [
+                    &columns.active_blocks,
+                    &columns.prefill_tokens,
+                    &columns.requests,
+                    &columns.leading_active_blocks,
+                    &columns.head_prefill_tokens,
+                    &columns.prefill_requests,
+                    &columns.head_prefill_since,
+                ],
             )?,
         ))
     }

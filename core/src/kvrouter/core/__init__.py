@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvrouter.core.interface import (
     ApplySummary,
-    BookingRequest,
     CachedRank,
     IndexStats,
     InvalidDump,
@@ -113,7 +112,6 @@ __all__ = [
     "REQUESTED",
     "ActiveSequences",
     "ApplySummary",
-    "BookingRequest",
     "CacheRecency",
     "CachedRank",
     "EventBatch",

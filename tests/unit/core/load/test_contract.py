@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from kvrouter.core import BookingRequest
 from kvrouter.core.interface import Rank
 
-from ..batches import packed
+from ..batches import BookingRequest, packed
 
 BLOCK = 16
 ONE, TWO, THREE = (1, 0), (1, 1), (2, 0)
@@ -61,7 +60,7 @@ def test_ranks_begin_without_load_and_come_in_order(sequences_class: type) -> No
 def test_a_booking_counts_until_it_is_freed(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class)
     one = booking("a", [1, 2], 40, prefill=24)
-    assert sequences.book(one)
+    assert sequences.book(*one)
     assert load(sequences) == (3, 24, 1)
     assert (len(sequences), sequences.rank(one.key)) == (1, ONE)
     assert sequences.prefill_complete(one.key)
@@ -73,9 +72,9 @@ def test_a_booking_counts_until_it_is_freed(sequences_class: type) -> None:
 
 def test_shared_blocks_count_once_on_a_rank(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class, ONE, TWO)
-    sequences.book(booking("a", [1, 2, 3]))
-    sequences.book(booking("b", [1, 2, 9]))
-    sequences.book(booking("c", [1, 2, 9], rank=TWO))
+    sequences.book(*booking("a", [1, 2, 3]))
+    sequences.book(*booking("b", [1, 2, 9]))
+    sequences.book(*booking("c", [1, 2, 9], rank=TWO))
     assert (load(sequences)[0], load(sequences, TWO)[0]) == (4, 3)
     sequences.free(("a", 0, 1))
     assert load(sequences)[0] == 3
@@ -85,14 +84,14 @@ def test_shared_blocks_count_once_on_a_rank(sequences_class: type) -> None:
 
 def test_a_partial_tail_is_private(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class)
-    sequences.book(booking("a", [1], 17))
-    sequences.book(booking("b", [1], 17))
+    sequences.book(*booking("a", [1], 17))
+    sequences.book(*booking("b", [1], 17))
     assert load(sequences)[0] == 3
 
 
 def test_output_fills_blocks(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class)
-    sequences.book(booking("a", [1, 2]))
+    sequences.book(*booking("a", [1, 2]))
     key = ("a", 0, 1)
     grown = []
     for tokens in (0, 1, 16, 17, 5):
@@ -104,7 +103,7 @@ def test_output_fills_blocks(sequences_class: type) -> None:
 
 def test_untracked_bookings_have_no_blocks(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class)
-    sequences.book(booking("a", [1, 2], 40, track=False))
+    sequences.book(*booking("a", [1, 2], 40, track=False))
     sequences.output_tokens(("a", 0, 1), 100)
     assert load(sequences) == (0, 40, 1)
     assert list(sequences.loads(packed([1]), 16).leading_active_blocks) == [0]
@@ -112,8 +111,8 @@ def test_untracked_bookings_have_no_blocks(sequences_class: type) -> None:
 
 def test_unique_blocks_are_shared_with_no_one(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class)
-    sequences.book(booking("a", [1, 2]))
-    sequences.book(booking("b", [1, 2], 40, unique=True))
+    sequences.book(*booking("a", [1, 2]))
+    sequences.book(*booking("b", [1, 2], 40, unique=True))
     assert load(sequences)[0] == 5
     sequences.free(("a", 0, 1))
     assert load(sequences)[0] == 3
@@ -123,7 +122,7 @@ def test_unique_blocks_are_shared_with_no_one(sequences_class: type) -> None:
 
 def test_a_prompt_is_added_to_each_rank(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class, ONE, TWO)
-    sequences.book(booking("a", [1, 2, 3], 48, prefill=7))
+    sequences.book(*booking("a", [1, 2, 3], 48, prefill=7))
     columns = sequences.loads(packed([1, 2, 9, 3]), 70)
     assert list(columns.active_blocks) == [3 + 1 + 1, 4 + 1]
     assert list(columns.leading_active_blocks) == [2, 0]
@@ -134,10 +133,10 @@ def test_a_prompt_is_added_to_each_rank(sequences_class: type) -> None:
 
 def test_keys_are_requests_attempts_and_stages(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class)
-    assert sequences.book(booking("a", [1]))
-    assert sequences.book(booking("a", [1], attempt=1))
-    assert sequences.book(booking("a", [1], stage=2))
-    assert not sequences.book(booking("a", [5, 6]))
+    assert sequences.book(*booking("a", [1]))
+    assert sequences.book(*booking("a", [1], attempt=1))
+    assert sequences.book(*booking("a", [1], stage=2))
+    assert not sequences.book(*booking("a", [5, 6]))
     assert (len(sequences), load(sequences)[0]) == (3, 1)
     assert sequences.rank(("a", 0, 1)) == ONE
 
@@ -147,11 +146,11 @@ def test_states_merge_by_maximum(sequences_class: type) -> None:
     key = ("a", 0, 1)
     assert not sequences.prefill_complete(key)
     assert not sequences.output_tokens(key, 100)
-    assert sequences.book(booking("a", [1]))
+    assert sequences.book(*booking("a", [1]))
     assert load(sequences) == (1, 16, 1), "only frees are remembered"
     assert sequences.free(key)
     assert not sequences.free(key)
-    assert not sequences.book(booking("a", [1]))
+    assert not sequences.book(*booking("a", [1]))
     assert not sequences.prefill_complete(key)
     assert not sequences.output_tokens(key, 5)
     assert load(sequences) == (0, 0, 0)
@@ -160,62 +159,62 @@ def test_states_merge_by_maximum(sequences_class: type) -> None:
 def test_a_free_may_come_before_its_booking(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class)
     assert not sequences.free(("a", 0, 1))
-    assert not sequences.book(booking("a", [1]))
-    assert sequences.book(booking("a", [1], attempt=1))
+    assert not sequences.book(*booking("a", [1]))
+    assert sequences.book(*booking("a", [1], attempt=1))
 
 
 def test_tombstones_are_bounded(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class, tombstones=2)
     for name in "abc":
         sequences.free((name, 0, 1))
-    assert sequences.book(booking("a", [1]))
-    assert not sequences.book(booking("b", [1]))
+    assert sequences.book(*booking("a", [1]))
+    assert not sequences.book(*booking("b", [1]))
     sequences.free(("b", 0, 1))
     sequences.free(("d", 0, 1))
-    assert not sequences.book(booking("b", [1])), "freed again, it is newer than c"
-    assert sequences.book(booking("c", [1]))
+    assert not sequences.book(*booking("b", [1])), "freed again, it is newer than c"
+    assert sequences.book(*booking("c", [1]))
 
 
 def test_without_tombstones_nothing_is_remembered(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class, tombstones=0)
-    assert sequences.book(booking("a", [1]))
+    assert sequences.book(*booking("a", [1]))
     assert sequences.free(("a", 0, 1))
-    assert sequences.book(booking("a", [1]))
+    assert sequences.book(*booking("a", [1]))
 
 
 def test_bookings_are_bounded(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class, max_bookings=2)
-    sequences.book(booking("a", [1]))
-    sequences.book(booking("b", [2]))
+    sequences.book(*booking("a", [1]))
+    sequences.book(*booking("b", [2]))
     with pytest.raises(OverflowError):
-        sequences.book(booking("c", [3]))
-    assert not sequences.book(booking("a", [1])), "a retry is no booking"
+        sequences.book(*booking("c", [3]))
+    assert not sequences.book(*booking("a", [1])), "a retry is no booking"
     assert load(sequences) == (2, 32, 2)
     sequences.free(("a", 0, 1))
-    assert sequences.book(booking("c", [3]))
+    assert sequences.book(*booking("c", [3]))
 
 
 def test_unknown_ranks_cannot_be_booked(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class)
     with pytest.raises(KeyError):
-        sequences.book(booking("a", [1], rank=TWO))
+        sequences.book(*booking("a", [1], rank=TWO))
     assert len(sequences) == 0
-    assert sequences.book(booking("a", [1]))
+    assert sequences.book(*booking("a", [1]))
 
 
 def test_a_rank_that_goes_frees_its_bookings(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class, ONE, TWO)
-    sequences.book(booking("b", [1]))
-    sequences.book(booking("c", [1], rank=TWO))
-    sequences.book(booking("a", [2]))
+    sequences.book(*booking("b", [1]))
+    sequences.book(*booking("c", [1], rank=TWO))
+    sequences.book(*booking("a", [2]))
     assert list(sequences.remove_rank(ONE)) == [("b", 0, 1), ("a", 0, 1)]
     assert list(sequences.remove_rank(ONE)) == []
     assert list(sequences.loads().ranks) == [TWO]
     assert len(sequences) == 1
-    assert not sequences.book(booking("a", [2])), "freed, though its rank is unknown"
+    assert not sequences.book(*booking("a", [2])), "freed, though its rank is unknown"
     sequences.add_rank(ONE)
     assert load(sequences) == (0, 0, 0)
-    assert not sequences.book(booking("a", [2]))
+    assert not sequences.book(*booking("a", [2]))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +229,7 @@ def test_a_rank_that_goes_frees_its_bookings(sequences_class: type) -> None:
 def test_bookings_make_sense(sequences_class: type, bad: BookingRequest) -> None:
     sequences = with_ranks(sequences_class)
     with pytest.raises((ValueError, OverflowError)):
-        sequences.book(bad)
+        sequences.book(*bad)
     assert len(sequences) == 0
 
 
@@ -300,12 +299,12 @@ def test_loads_equal_what_a_count_from_scratch_says(sequences_class: type, calls
             prompt_tokens = BLOCK * len(hashes) + tokens % BLOCK
             one = BookingRequest(key, rank, packed(hashes), prompt_tokens, tokens, track, unique)
             if entry is not None or key in model.freed:
-                assert not sequences.book(one)
+                assert not sequences.book(*one)
             elif rank not in model.ranks:
                 with pytest.raises(KeyError):
-                    sequences.book(one)
+                    sequences.book(*one)
             else:
-                assert sequences.book(one)
+                assert sequences.book(*one)
                 model.live[key] = [one, hashes, False, 0]
         elif kind == "prefilled":
             assert sequences.prefill_complete(key) == (entry is not None)
@@ -316,7 +315,7 @@ def test_loads_equal_what_a_count_from_scratch_says(sequences_class: type, calls
             if entry is not None:
                 entry[3] = max(entry[3], tokens)
         elif kind == "free":
-            assert sequences.free(key) == (entry is not None)
+            assert sequences.free(key) == (None if entry is None else entry[0].rank)
             model.live.pop(key, None)
             model.freed.add(key)
         elif kind == "add":
@@ -342,14 +341,14 @@ def test_the_order_in_which_news_arrives_does_not_matter(sequences_class: type, 
     rng = random.Random(seed)
     bookings = [booking(name, [1, ord(name)], rank=rng.choice([ONE, TWO])) for name in "abcdef"]
     freed = [one.key for one in bookings if rng.random() < 0.5]
-    news = [("book", one) for one in bookings] + [("free", key) for key in freed]
+    news = [("book", one) for one in bookings] + [("free", (key,)) for key in freed]
     loads = []
     for _ in range(2):
         sequences = with_ranks(sequences_class, ONE, TWO)
         order = news * copies
         rng.shuffle(order)
         for kind, what in order:
-            getattr(sequences, kind)(what)
+            getattr(sequences, kind)(*what)
         loads.append(list(sequences.loads().rows()))
         assert len(sequences) == len(bookings) - len(freed)
     assert loads[0] == loads[1]

@@ -9,13 +9,14 @@ from typing import Any
 
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kvrouter.core import BookingRequest, reference
+from kvrouter.core import reference
 
 from ..batches import packed
 from ..conftest import implementation
 
 RANKS = st.sampled_from([(1, 0), (1, 1), (2, 0), (2**64 - 1, 2**32 - 1)])
 KEYS = st.tuples(st.sampled_from(["", "a", "b", "é" * 40]), st.integers(0, 2), st.integers(0, 1))
+SECONDS = st.floats(0, 100)
 TOKENS = st.one_of(st.integers(0, 100), st.integers(0, 2**64 - 1))
 
 _LONG = list(range(1000, 1040))
@@ -46,7 +47,15 @@ class Histories(RuleBasedStateMachine):
         return native
 
     @rule(
-        key=KEYS, rank=RANKS, prompt=PROMPTS, tokens=TOKENS, prefill=TOKENS, track=st.booleans(), unique=st.booleans()
+        key=KEYS,
+        rank=RANKS,
+        prompt=PROMPTS,
+        tokens=TOKENS,
+        prefill=TOKENS,
+        track=st.booleans(),
+        unique=st.booleans(),
+        sequences=st.integers(1, 1024),
+        now=SECONDS,
     )
     def book(
         self,
@@ -57,28 +66,34 @@ class Histories(RuleBasedStateMachine):
         prefill: int,
         track: bool,
         unique: bool,
+        sequences: int,
+        now: float,
     ) -> None:
-        self.ask("book", BookingRequest(key, rank, packed(prompt), tokens, prefill, track, unique))
+        self.ask("book", key, rank, packed(prompt), tokens, prefill, track, unique, sequences, now)
 
     @rule(key=KEYS, rank=RANKS, prompt=PROMPTS)
     def book_as_most_do(self, key: tuple[str, int, int], rank: tuple[int, int], prompt: list[int]) -> None:
-        self.ask("book", BookingRequest(key, rank, packed(prompt), 16 * len(prompt) + 3, 16 * len(prompt)))
+        self.ask("book", key, rank, packed(prompt), 16 * len(prompt) + 3, 16 * len(prompt))
 
     @rule(key=KEYS, tokens=st.one_of(TOKENS, st.integers(-5, 0)))
     def output_tokens(self, key: tuple[str, int, int], tokens: int) -> None:
         self.ask("output_tokens", key, tokens)
 
-    @rule(key=KEYS)
-    def prefill_complete(self, key: tuple[str, int, int]) -> None:
-        self.ask("prefill_complete", key)
+    @rule(key=KEYS, now=SECONDS)
+    def prefill_complete(self, key: tuple[str, int, int], now: float) -> None:
+        self.ask("prefill_complete", key, now)
 
-    @rule(key=KEYS)
-    def free(self, key: tuple[str, int, int]) -> None:
-        self.ask("free", key)
+    @rule(key=KEYS, now=SECONDS)
+    def free(self, key: tuple[str, int, int], now: float) -> None:
+        self.ask("free", key, now)
 
     @rule(key=KEYS)
     def rank(self, key: tuple[str, int, int]) -> None:
         self.ask("rank", key)
+
+    @rule(rank=RANKS)
+    def sequences(self, rank: tuple[int, int]) -> None:
+        self.ask("sequences", rank)
 
     @rule(rank=RANKS)
     def add_rank(self, rank: tuple[int, int]) -> None:
@@ -95,12 +110,12 @@ class Histories(RuleBasedStateMachine):
     @rule(length=st.integers(1, 7))
     def broken_bytes(self, length: int) -> None:
         self.ask("loads", b"x" * length)
-        self.ask("book", BookingRequest(("broken", 0, 0), (1, 0), b"x" * length, 0, 0))
+        self.ask("book", ("broken", 0, 0), (1, 0), b"x" * length, 0, 0)
 
     @rule(tokens=st.integers(-(2**70), -1))
     def negative_tokens(self, tokens: int) -> None:
-        self.ask("book", BookingRequest(("negative", 0, 0), (1, 0), b"", tokens, 0))
-        self.ask("book", BookingRequest(("negative", 0, 0), (1, 0), b"", 0, tokens))
+        self.ask("book", ("negative", 0, 0), (1, 0), b"", tokens, 0)
+        self.ask("book", ("negative", 0, 0), (1, 0), b"", 0, tokens)
 
     @invariant()
     def equal_loads(self) -> None:
@@ -138,7 +153,7 @@ def test_threads_read_what_is_booked() -> None:
     def use(worker: int) -> None:
         for number in range(60):
             key = (f"{worker} {number}", 0, 1)
-            assert sequences.book(BookingRequest(key, (worker, 0), prompt, 80_000, number))
+            assert sequences.book(key, (worker, 0), prompt, 80_000, number)
             assert ((worker, 0), 5000, number, 1, 5000) in sequences.loads(prompt, 80_000).rows()
             if number % 10 == 0:
                 sequences.remove_rank((worker, 0))
@@ -166,10 +181,10 @@ def test_many_ranks_that_leave_a_prompt_at_many_depths(seed: int, ranks: int) ->
     for number in range(3 * ranks):
         start, end = sorted(rng.choices(range(41), k=2)) if rng.random() < 0.2 else (0, rng.randrange(41))
         hashes = [*_LONG[start:end], *([rng.randrange(1, 100)] if rng.random() < 0.5 else [])]
-        booking = BookingRequest((str(number), 0, 1), (rng.randrange(ranks), 0), packed(hashes), 16 * len(hashes), 0)
-        live.append(booking.key)
+        live.append((str(number), 0, 1))
+        rank = rng.randrange(ranks), 0
         for one in both:
-            one.book(booking)
+            one.book(live[-1], rank, packed(hashes), 16 * len(hashes), 0)
         if rng.random() < 0.3:
             key = live.pop(rng.randrange(len(live)))
             for one in both:

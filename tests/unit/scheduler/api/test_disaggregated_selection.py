@@ -146,8 +146,7 @@ async def test_prefill_workers_stand_in_until_a_decode_worker_has_computed_a_pro
     name = with_prefill_worker(scheduler)
     measured = scheduler.pools.named(name.namespace, name.name).booked_load
     now = time.monotonic()
-    measured.prefill_times.expect("other", 40 * BLOCK, now - 1)
-    measured.prefill_times.first_token("other", now)
+    measured.prefill_times.expect(40 * BLOCK, now - 1)(now)
 
     async def compute(request_id: str) -> PrefillDecision:
         key = BookingKey(request_id=request_id, stage=Stage.STAGE_DECODE)
@@ -202,9 +201,8 @@ async def test_each_pool_computes_at_its_own_measured_speed(slowness: float) -> 
     modelled = float(modelled_ms(np.array([40 * BLOCK]))[0]) / 1e3
     for pool, measured in ((POOL, 1.0), (name, slowness)):
         times = scheduler.pools.named(pool.namespace, pool.name).booked_load.prefill_times
-        for number in range(200):
-            times.expect(number, 40 * BLOCK, now - measured * modelled)
-            times.first_token(number, now)
+        for _ in range(200):
+            times.expect(40 * BLOCK, now - measured * modelled)(now)
     chosen = await scheduler.select(at_decode_pool(40))
     ratio = chosen.prefill.prefill_compute_ms / chosen.prefill.compute_ms
     assert ratio == pytest.approx(slowness, rel=0.05)

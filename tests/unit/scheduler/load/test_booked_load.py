@@ -9,7 +9,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.core import CachedRank, Rank
 from kvrouter.scheduler.identifiers import Key, key_of
-from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
+from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad, Expected
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.errors import TooLarge
@@ -172,6 +172,46 @@ def test_a_failed_booking_leaves_no_rank_behind() -> None:
 
 def test_an_unspecified_stage_is_the_whole_request() -> None:
     assert key_of(BookingKey(request_id="a", attempt=2)) == ("a", 2, Stage.STAGE_WHOLE)
+
+
+def test_the_prompt_under_computation_is_the_oldest_without_a_first_token() -> None:
+    now = 0.0
+    load = BookedLoad(BLOCK, Accounting(), clock=lambda: now)
+    load.set_ranks([CachedRank((1, 0), 1, 0)])
+
+    def head() -> tuple[int, float, int]:
+        loads = load.loads()
+        return int(loads.head_prefill_tokens[0]), float(loads.head_prefill_seconds[0]), int(loads.prefill_requests[0])
+
+    assert head() == (0, 0.0, 0)
+    for tokens in (100, 200, 0):
+        now += 1.0
+        load.book(key(tokens), (1, 0), prompt(20), tokens)
+    assert head() == (100, 2.0, 2)
+    now = 4.0
+    load.prefill_complete(key(100))
+    load.prefill_complete(key(0))
+    now = 4.5
+    assert head() == (200, 0.5, 1)
+    load.free(key(100))
+    assert head() == (200, 0.5, 1)
+    now = 6.0
+    load.free(key(200))
+    assert head() == (0, 0.0, 0)
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+def test_only_a_first_token_teaches_how_fast_a_rank_is(prefilled: bool) -> None:
+    now = 0.0
+    load = BookedLoad(BLOCK, Accounting(), clock=lambda: now)
+    load.set_ranks([CachedRank((1, 0), 1, 0)])
+    for number in range(2):
+        load.book(key(number), (1, 0), prompt(40), 40 * BLOCK, expected=Expected(100.0, computes=True))
+    now = 1.0
+    for number in range(2):
+        load.free(key(number), prefilled=prefilled)
+    assert (load.latency_calibration.value > 1) == prefilled
+    assert load.prefill_times.measured_prompts == prefilled, "the second prompt waited for the first"
 
 
 def test_booked_prompts_fill_the_caches_of_their_ranks() -> None:

@@ -13,9 +13,8 @@ MODELLED_S = float(modelled_ms(np.array([TOKENS]))[0]) / 1e3
 
 
 def computed(times: PrefillTimes, slowness: float, prompts: int) -> PrefillTimes:
-    for number in range(prompts):
-        times.expect(number, TOKENS, NOW)
-        times.first_token(number, NOW + slowness * MODELLED_S)
+    for _ in range(prompts):
+        times.expect(TOKENS, NOW)(NOW + slowness * MODELLED_S)
     return times
 
 
@@ -34,12 +33,8 @@ def test_a_single_odd_measurement_has_little_weight() -> None:
 
 def test_short_prompts_and_those_that_never_answer_teach_nothing() -> None:
     times = PrefillTimes()
-    times.expect("short", LEAST_TOKENS - 1, 0.0)
-    times.first_token("short", 100.0)
-    times.expect("lost", TOKENS, 0.0)
-    times.forget("lost")
-    times.first_token("lost", 100.0)
-    times.first_token("unknown", 100.0)
+    times.expect(LEAST_TOKENS - 1, 0.0)(100.0)
+    times.expect(TOKENS, 0.0)
     assert (times.factors(NOW).compute, times.measured_prompts) == (1.0, 0)
 
 

@@ -117,11 +117,10 @@ def test_a_restarted_rank_starts_anew_and_a_gone_one_is_forgotten() -> None:
 def test_a_first_token_of_an_earlier_incarnation_says_nothing_of_the_next() -> None:
     calibration = LatencyCalibration()
     calibration.relative.set_ranks((rank, 1) for rank in RANKS)
-    for number in range(40):
-        calibration.expect(number, RANKS[number % 4], 100.0, 0.0)
+    expected = [calibration.expect(RANKS[number % 4], 100.0, 0.0) for number in range(40)]
     calibration.relative.set_ranks((rank, 2) for rank in RANKS)
-    for number in range(40):
-        calibration.first_token(number, 0.4 if number % 4 else 0.1)
+    for number, learn in enumerate(expected):
+        learn(0.4 if number % 4 else 0.1)
     assert column(calibration.relative) == [1.0] * 4
 
 
@@ -130,8 +129,7 @@ def test_the_forecast_for_a_slow_rank_is_not_slow_twice() -> None:
     calibration.relative.set_ranks((rank, 1) for rank in RANKS)
     for number in range(4000):
         now, rank = float(number), RANKS[number % 4]
-        calibration.expect(number, rank, 100 * calibration.value, now)
-        calibration.first_token(number, now + (0.3 if rank == RANKS[0] else 0.1))
+        calibration.expect(rank, 100 * calibration.value, now)(now + (0.3 if rank == RANKS[0] else 0.1))
     latencies = calibration.relative.column(4000.0) * calibration.value
     assert latencies.tolist() == pytest.approx([3.0, 1.0, 1.0, 1.0], rel=0.2)
 

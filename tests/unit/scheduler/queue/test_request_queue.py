@@ -7,7 +7,6 @@ import math
 from typing import NamedTuple
 
 from hypothesis import given, strategies as st
-from kvrouter.scheduler.load.booked_load import PrefillQueues
 from kvrouter.scheduler.load.latency import LatencyCalibration
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import (
@@ -311,41 +310,10 @@ def test_nobody_waits_for_ever(arrivals: list[tuple[float, float]]) -> None:
     assert gone == len(arrivals)
 
 
-def test_the_head_of_a_prefill_queue_is_the_oldest_without_a_first_token() -> None:
-    queues, rank = PrefillQueues(), (1, 0)
-    queues.show([rank])
-    a, b = ("a", 0, 1), ("b", 0, 1)
-
-    def head(now: float) -> tuple[int, float, int]:
-        heads = queues.heads(now)
-        return int(heads.tokens[0]), float(heads.seconds[0]), int(heads.requests[0])
-
-    assert head(0.0) == (0, 0.0, 0)
-    queues.enter(rank, a, 100, 1.0)
-    queues.enter(rank, b, 200, 2.0)
-    assert head(3.0) == (100, 2.0, 2)
-    queues.leave(rank, a, 4.0)
-    assert head(4.5) == (200, 0.5, 1)
-    queues.leave(rank, a, 5.0)
-    assert head(5.0) == (200, 1.0, 1)
-    queues.leave(rank, b, 6.0)
-    assert head(7.0) == (0, 0.0, 0)
-
-
 def test_the_latency_calibration_follows_the_engines_and_one_outlier_moves_it_little() -> None:
     latency_calibration = LatencyCalibration()
-    for number in range(400):
-        latency_calibration.expect(number, (1, 0), 100 * latency_calibration.value, 0.0)
-        latency_calibration.first_token(number, 0.3)
+    for _ in range(400):
+        latency_calibration.expect((1, 0), 100 * latency_calibration.value, 0.0)(0.3)
     assert 2.9 < latency_calibration.value < 3.1
-    latency_calibration.expect("late", (1, 0), 300.0, 0.0)
-    latency_calibration.first_token("late", 1e6)
+    latency_calibration.expect((1, 0), 300.0, 0.0)(1e6)
     assert latency_calibration.value < 3.2
-
-
-def test_a_request_without_a_first_token_does_not_calibrate() -> None:
-    latency_calibration = LatencyCalibration()
-    latency_calibration.expect("a", (1, 0), 100.0, 0.0)
-    latency_calibration.forget("a")
-    latency_calibration.first_token("a", 9.0)
-    assert latency_calibration.value == 1.0

@@ -56,7 +56,7 @@ class Traffic:
         request = RequestContext(self.pool, prompt, constraints, self.options)
         decision = decide(request, overlaps, rng=self.rng, now=self.now)
         assert self.pool.booked_load.book(
-            key, decision.rank, prompt, decision.prefill_tokens, forecast_ms=decision.forecast_ms
+            key, decision.rank, prompt, decision.prefill_tokens, expected=decision.expected(request)
         )
         self.resident[decision.rank] = (SHARED, 1)
         self.running.append(key)

@@ -18,7 +18,7 @@ from kvrouter.core.interface.event_recorder import (
 )
 from kvrouter.core.interface.events import MAX_EVENT_BLOCKS, ApplySummary, EventBatch, RefusedBatch
 from kvrouter.core.interface.forecast import ForecastModel
-from kvrouter.core.interface.load import ActiveSequences, BookingRequest, LoadColumns
+from kvrouter.core.interface.load import ActiveSequences, LoadColumns
 from kvrouter.core.interface.names import NotATokenId, Rank, RankInfo, Scope, TokenBuffer
 from kvrouter.core.interface.prefix_index import IndexStats, InvalidDump, MemoryBudget, PredictedIndex, PrefixIndex
 
@@ -29,7 +29,6 @@ __all__ = [
     "ApplySummary",
     "BatchHead",
     "BlockNote",
-    "BookingRequest",
     "CacheRecency",
     "CachedRank",
     "EventBatch",

@@ -9,15 +9,12 @@ from kvrouter.core.interface.names import Rank
 
 
 class LoadColumns(NamedTuple):
-    """Load of ranks as columns of signed 64-bit integers (format ``q``): entry i of each belongs to ``ranks[i]``.
-
-    A sum above 2^63 - 1 is given as 2^63 - 1.
-    """
+    """Load of ranks as columns: entry i of each belongs to ``ranks[i]``. A sum above 2^63 - 1 is given as 2^63 - 1."""
 
     ranks: tuple[Rank, ...]
     """In order of (worker_id, dp_rank). The native core returns the same tuple until the ranks change."""
-    packed: memoryview
-    """The four columns one after the other: one buffer is read faster than four."""
+    packed: bytes
+    """The columns one after the other, in the order below: six of signed 64-bit integers, and one of float64."""
 
     @property
     def active_blocks(self) -> memoryview:
@@ -31,7 +28,7 @@ class LoadColumns(NamedTuple):
 
     @property
     def requests(self) -> memoryview:
-        """Live bookings."""
+        """Sequences of the live bookings."""
         return self._column(2)
 
     @property
@@ -39,30 +36,28 @@ class LoadColumns(NamedTuple):
         """Leading blocks of the given request active on the rank; 0 without a request."""
         return self._column(3)
 
+    @property
+    def head_prefill_tokens(self) -> memoryview:
+        """Prefill tokens of the oldest booking with some whose prompt is not computed; 0 without one."""
+        return self._column(4)
+
+    @property
+    def prefill_requests(self) -> memoryview:
+        """Number of such bookings. Engines compute prompts in order of arrival, the oldest first."""
+        return self._column(5)
+
+    @property
+    def head_prefill_since(self) -> memoryview[float]:
+        """Seconds at which the oldest was booked, or another such booking ended, if later; infinite without one."""
+        return memoryview(self.packed).cast("d")[6 * len(self.ranks) :]
+
     def rows(self) -> Iterator[tuple[Rank, int, int, int, int]]:
-        """Iterates over the ranks, each with its numbers in the order of the columns."""
+        """Iterates over the ranks, each with its numbers in the first four columns."""
         return zip(self.ranks, *map(self._column, range(4)), strict=True)
 
-    def _column(self, number: int) -> memoryview:
+    def _column(self, number: int) -> memoryview[int]:
         count = len(self.ranks)
-        return self.packed[number * count : (number + 1) * count]
-
-
-class BookingRequest(NamedTuple):
-    """A request as ``ActiveSequences.book`` counts it on a rank. It is read and not kept."""
-
-    key: tuple[str, int, int]
-    """(request_id, attempt, stage)"""
-    rank: Rank
-    sequence_hashes: bytes
-    """Packed sequence hashes of the prompt's full blocks."""
-    prompt_tokens: int
-    prefill_tokens: int
-    """Prompt tokens to compute on the rank: those missing in its cache at the booking."""
-    track_blocks: bool = True
-    """Whether its blocks count as active."""
-    unique_blocks: bool = False
-    """Whether to assume no block in common with another request."""
+        return memoryview(self.packed).cast("q")[number * count : (number + 1) * count]
 
 
 class ActiveSequences(Protocol):
@@ -83,10 +78,36 @@ class ActiveSequences(Protocol):
     def remove_rank(self, rank: Rank) -> list[tuple[str, int, int]]:
         """Removes a rank and frees its bookings. Returns their keys, in the order in which they were booked."""
 
-    def book(self, booking: BookingRequest) -> bool:
-        """Adds a booking. Returns False, and changes nothing, if the key is booked already or was freed.
+    def book(
+        self,
+        key: tuple[str, int, int],
+        rank: Rank,
+        sequence_hashes: bytes,
+        prompt_tokens: int,
+        prefill_tokens: int,
+        track_blocks: bool = True,
+        unique_blocks: bool = False,
+        sequences: int = 1,
+        now: float = 0.0,
+    ) -> tuple[int, int] | None:
+        """Adds a booking.
 
         Calls of ``prefill_complete`` and ``output_tokens`` before the booking have no effect on it; ``free`` has.
+
+        Args:
+            key: (request_id, attempt, stage)
+            rank: Its rank.
+            sequence_hashes: Packed sequence hashes of the prompt's full blocks.
+            prompt_tokens: Tokens of the prompt.
+            prefill_tokens: Prompt tokens to compute on the rank: those missing in its cache at the booking.
+            track_blocks: Whether its blocks count as active.
+            unique_blocks: Whether to assume no block in common with another request.
+            sequences: Sequences that the engine generates from the prompt.
+            now: Seconds.
+
+        Returns:
+            The sequences of the rank, and its prompts to compute, the new ones included. None, and nothing changes, if
+            the key is booked already or was freed.
 
         Raises:
             KeyError: the rank is unknown.
@@ -98,8 +119,11 @@ class ActiveSequences(Protocol):
     def rank(self, key: tuple[str, int, int]) -> Rank | None:
         """Returns the rank of a live booking; None if the key is not booked."""
 
-    def prefill_complete(self, key: tuple[str, int, int]) -> bool:
-        """Records the end of the prompt's computation. Returns whether the booking is live."""
+    def sequences(self, rank: Rank) -> int:
+        """Returns the number of booked sequences of a rank; 0 if the rank is unknown."""
+
+    def prefill_complete(self, key: tuple[str, int, int], now: float = 0.0) -> bool:
+        """Records the end of the prompt's computation. Returns whether the booking is live. ``now``: seconds."""
 
     def output_tokens(self, key: tuple[str, int, int], tokens: int) -> bool:
         """Sets the total number of generated tokens; a lower number than before changes nothing.
@@ -107,8 +131,8 @@ class ActiveSequences(Protocol):
         Returns whether the booking is live.
         """
 
-    def free(self, key: tuple[str, int, int]) -> bool:
-        """Frees a booking. Returns whether it was live. An unknown key gets a tombstone too."""
+    def free(self, key: tuple[str, int, int], now: float = 0.0) -> Rank | None:
+        """Frees a booking. Returns its rank if it was live. An unknown key gets a tombstone too. ``now``: seconds."""
 
     def loads(self, sequence_hashes: bytes = b"", prompt_tokens: int = 0) -> LoadColumns:
         """Returns the load of every rank. The blocks of a given prompt, with its partial one, count as active.

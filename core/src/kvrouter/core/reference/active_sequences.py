@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
-from kvrouter.core.interface import BookingRequest, LoadColumns, Rank
+from kvrouter.core.interface import LoadColumns, Rank
 from kvrouter.core.reference.hashing import unpack
 
 _Key = tuple[str, int, int]
@@ -16,9 +17,13 @@ _LARGEST = (1 << 63) - 1
 
 @dataclass(slots=True)
 class _Live:
-    booking: BookingRequest
+    prompt_tokens: int
     shared: frozenset[int]
     """Sequence hashes of full blocks, which count once for all bookings of the rank."""
+    prefill_tokens: int
+    track_blocks: bool
+    unique_blocks: bool
+    sequences: int
     prefilled: bool = False
     output_tokens: int = 0
 
@@ -28,6 +33,14 @@ class _Load:
     live: dict[_Key, _Live] = field(default_factory=dict)
     shared: Counter[int] = field(default_factory=Counter)
     """Sequence hash → number of bookings with this block."""
+    prompts: dict[_Key, int] = field(default_factory=dict)
+    """Tokens of each prompt to compute, the oldest first."""
+    since: float = 0.0
+    """When the oldest was booked, or a prompt before or beside it ended."""
+
+    def end_prompt(self, key: _Key, now: float) -> None:
+        if self.prompts.pop(key, None) is not None:
+            self.since = now
 
 
 class ActiveSequences:
@@ -60,36 +73,56 @@ class ActiveSequences:
         self._loads.pop(rank, None)
         return keys
 
-    def book(self, booking: BookingRequest) -> bool:
+    def book(
+        self,
+        key: _Key,
+        rank: Rank,
+        sequence_hashes: bytes,
+        prompt_tokens: int,
+        prefill_tokens: int,
+        track_blocks: bool = True,
+        unique_blocks: bool = False,
+        sequences: int = 1,
+        now: float = 0.0,
+    ) -> tuple[int, int] | None:
         """Adds a booking."""
-        places = unpack(booking.sequence_hashes)
-        if booking.prompt_tokens < 0 or booking.prefill_tokens < 0:
+        places = unpack(sequence_hashes)
+        if prompt_tokens < 0 or prefill_tokens < 0:
             raise ValueError(
-                f"expected 0 or more tokens, received {booking.prompt_tokens} prompt tokens and"
-                f" {booking.prefill_tokens} prefill tokens"
+                f"expected 0 or more tokens, received {prompt_tokens} prompt tokens and {prefill_tokens} prefill tokens"
             )
-        if booking.key in self._rank_of or booking.key in self._freed:
-            return False
-        load = self._loads.get(booking.rank)
+        if key in self._rank_of or key in self._freed:
+            return None
+        load = self._loads.get(rank)
         if load is None:
-            raise KeyError(booking.rank)
+            raise KeyError(rank)
         if len(self._rank_of) >= self._max_bookings:
             raise OverflowError(f"expected at most {self._max_bookings} bookings, received one more")
-        shared = frozenset(places) if booking.track_blocks and not booking.unique_blocks else frozenset()
-        load.live[booking.key] = _Live(booking, shared)
+        shared = frozenset(places) if track_blocks and not unique_blocks else frozenset()
+        load.live[key] = _Live(prompt_tokens, shared, prefill_tokens, track_blocks, unique_blocks, sequences)
         load.shared.update(shared)
-        self._rank_of[booking.key] = booking.rank
-        return True
+        if prefill_tokens:
+            if not load.prompts:
+                load.since = now
+            load.prompts[key] = prefill_tokens
+        self._rank_of[key] = rank
+        return self.sequences(rank), len(load.prompts)
+
+    def sequences(self, rank: Rank) -> int:
+        """Returns the number of booked sequences of a rank."""
+        load = self._loads.get(rank)
+        return 0 if load is None else sum(live.sequences for live in load.live.values())
 
     def rank(self, key: _Key) -> Rank | None:
         """Returns the rank of a live booking."""
         return self._rank_of.get(key)
 
-    def prefill_complete(self, key: _Key) -> bool:
+    def prefill_complete(self, key: _Key, now: float = 0.0) -> bool:
         """Records the end of the prompt's computation."""
         live = self._live(key)
         if live is not None:
             live.prefilled = True
+            self._loads[self._rank_of[key]].end_prompt(key, now)
         return live is not None
 
     def output_tokens(self, key: _Key, tokens: int) -> bool:
@@ -99,7 +132,7 @@ class ActiveSequences:
             live.output_tokens = max(live.output_tokens, tokens)
         return live is not None
 
-    def free(self, key: _Key) -> bool:
+    def free(self, key: _Key, now: float = 0.0) -> Rank | None:
         """Frees a booking."""
         self._freed[key] = None
         self._freed.move_to_end(key)
@@ -107,31 +140,34 @@ class ActiveSequences:
             self._freed.popitem(last=False)
         rank = self._rank_of.pop(key, None)
         if rank is None:
-            return False
+            return None
         load = self._loads[rank]
+        load.end_prompt(key, now)
         for place in load.live.pop(key).shared:
             load.shared[place] -= 1
             if not load.shared[place]:
                 del load.shared[place]
-        return True
+        return rank
 
     def loads(self, sequence_hashes: bytes = b"", prompt_tokens: int = 0) -> LoadColumns:
         """Returns the load of every rank."""
         places = unpack(sequence_hashes)
         tail = self._blocks(prompt_tokens) - prompt_tokens // self._block_size
-        rows = []
-        for _, load in sorted(self._loads.items()):
+        rows, since = [], array("d")
+        for rank, load in sorted(self._loads.items()):
             active = (
                 len(load.shared)
                 + sum(1 for place in set(places) if place not in load.shared)
                 + sum(self._private_blocks(live) for live in load.live.values())
                 + tail
             )
-            prefill = sum(live.booking.prefill_tokens for live in load.live.values() if not live.prefilled)
+            prefill = sum(live.prefill_tokens for live in load.live.values() if not live.prefilled)
             leading = next((depth for depth, place in enumerate(places) if place not in load.shared), len(places))
-            rows.append((active, prefill, len(load.live), leading))
-        packed = array("q", (min(row[column], _LARGEST) for column in range(4) for row in rows))
-        return LoadColumns(tuple(sorted(self._loads)), memoryview(packed))
+            head = next(iter(load.prompts.values()), 0)
+            rows.append((active, prefill, self.sequences(rank), leading, head, len(load.prompts)))
+            since.append(load.since if load.prompts else math.inf)
+        packed = array("q", (min(row[column], _LARGEST) for column in range(6) for row in rows))
+        return LoadColumns(tuple(sorted(self._loads)), packed.tobytes() + since.tobytes())
 
     def __len__(self) -> int:
         """Returns the number of live bookings."""
@@ -142,11 +178,10 @@ class ActiveSequences:
         return self._loads[rank].live[key] if rank is not None else None
 
     def _private_blocks(self, live: _Live) -> int:
-        booking = live.booking
-        if not booking.track_blocks:
+        if not live.track_blocks:
             return 0
-        shared_tokens = 0 if booking.unique_blocks else booking.prompt_tokens
-        return self._blocks(booking.prompt_tokens + live.output_tokens) - shared_tokens // self._block_size
+        shared_tokens = 0 if live.unique_blocks else live.prompt_tokens
+        return self._blocks(live.prompt_tokens + live.output_tokens) - shared_tokens // self._block_size
 
     def _blocks(self, tokens: int) -> int:
         """Returns the number of blocks for the tokens; the last one may be partial."""

@@ -21,7 +21,6 @@ from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.decide import Decision, decide
-from kvrouter.scheduler.routing.router import measure
 from kvrouter.scheduler.workers.candidates import WorkerConstraints
 from kvrouter.simulator.engines.cache_events import CacheEvents
 from kvrouter.v1.common_pb2 import Stage
@@ -195,9 +194,8 @@ class Router:
         key, rank = self._key(number), decision.rank
         self.pool.previous[self._options.mode] = rank
         prompt, prefill_tokens = request.prompt, decision.prefill_tokens
-        if not self.pool.booked_load.book(key, rank, prompt, prefill_tokens, forecast_ms=decision.forecast_ms):
+        if not self.pool.booked_load.book(key, rank, prompt, prefill_tokens, expected=decision.expected(request)):
             raise ValueError(f"request {number} is booked already")
-        measure(request, decision, key)
         if decision.is_prefilled_remotely and decision.prefill is not None:
             self._transfers[number] = decision.prefill.uncached_tokens
         self.announce(Announcement(key, 0, booked=(rank, prompt, prefill_tokens)))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from kvrouter.core import Rank
 from kvrouter.runtime.requests import pack_sequence_hashes
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
+from kvrouter.scheduler.load.booked_load import NOTHING, Expected
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.prompt import MAX_SEQUENCES, Prompt
 from kvrouter.v1.common_pb2 import LowerTiers
@@ -50,8 +51,8 @@ class Booking:
     """Whether an Indexer predicted its overlap, for a comparison with the worker's count."""
     most_overlap_blocks: int = 0
     """Largest overlap of any rank, if ``audited``."""
-    forecast_ms: float | None = None
-    """Forecast time to its first token; None if it is unsuitable for latency calibration."""
+    expected: Expected = NOTHING
+    """What its first token will show, if this Scheduler booked it."""
     session_id: str = ""
     """Owning session at this Scheduler; empty for a lease."""
     lease_seconds: float = 0.0

@@ -27,6 +27,7 @@ from kvrouter.scheduler.bookings.booking import (
     SessionEnded,
 )
 from kvrouter.scheduler.identifiers import Key
+from kvrouter.scheduler.load.booked_load import NOTHING
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.names import ComponentName
 
@@ -128,8 +129,8 @@ class BookingTable:
             return False
         earlier = self._gone.get(key)
         # The first token of a request that returns may have been generated before.
-        forecast_ms = None if earlier is not None and earlier.prefilled else booking.forecast_ms
-        if not load.book(key, placement.rank, booking.prompt, placement.prefill_tokens, forecast_ms=forecast_ms):
+        expected = NOTHING if earlier is not None and earlier.prefilled else booking.expected
+        if not load.book(key, placement.rank, booking.prompt, placement.prefill_tokens, expected=expected):
             return False
         self._gone.pop(key, None)
         self._bookings[key] = booking

@@ -8,9 +8,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import numpy as np
-from kvrouter.core import ActiveSequences, BookingRequest, CachedRank, CacheRecency, LoadColumns, Rank
+from kvrouter.core import ActiveSequences, CachedRank, CacheRecency, Rank
 from kvrouter.scheduler.identifiers import Key
-from kvrouter.scheduler.load.latency import LatencyCalibration
+from kvrouter.scheduler.load.latency import FirstToken, LatencyCalibration
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.load.slots import BookingPeaks, TimeInFlight
 from kvrouter.scheduler.load.tier_loads import ExpectedLoad, TierLoads
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 # Read once: looking up an enum value by name takes a microsecond, for each candidate.
 _PREFILL = Stage.STAGE_PREFILL
-_REQUESTS = 2
-"""Place of the requests among the core's columns of load."""
+_COUNTS = 6
+"""Columns of integers that the core returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,83 +39,18 @@ class Accounting:
     """Whether blocks filled by output count."""
 
 
-class Heads(NamedTuple):
-    """The prompts under computation, as columns of shape (ranks,), in the order given to ``show``."""
+class Expected(NamedTuple):
+    """Properties of a dispatch that its first token will show."""
 
-    tokens: NDArray[np.int64]
-    """Uncached tokens at dispatch; 0 if no prompt waits."""
-    requests: NDArray[np.int64]
-    """Requests without a first token, including these."""
-    since: NDArray[np.float64]
-    """Seconds of the clock at which each became the first; infinite if no prompt waits."""
-    now: float
-    """Seconds of the clock at which the heads were read."""
-
-    @property
-    def seconds(self) -> NDArray[np.float64]:
-        """Seconds since each became the first; 0 if no prompt waits. Computed on demand: few policies need it."""
-        seconds: NDArray[np.float64] = np.maximum(self.now - self.since, 0.0)
-        return seconds
+    forecast_ms: float | None = None
+    """Forecast time to first token; None if it is unsuitable for latency calibration."""
+    computes: bool = False
+    """Whether the rank computes its part of the prompt and loads nothing."""
+    load: ExpectedLoad | None = None
+    """Blocks to load before; None if there are none, or if there is no forecast."""
 
 
-class PrefillQueues:
-    """Tracks prompts by rank. Engines compute them in order of arrival, so the oldest one is being computed."""
-
-    def __init__(self) -> None:
-        self._queues: dict[Rank, dict[Key, int]] = {}
-        self._since: dict[Rank, float] = {}
-        self.show(())
-
-    def show(self, ranks: Sequence[Rank]) -> None:
-        """Sets the ranks of the columns and their order."""
-        self._places = {rank: place for place, rank in enumerate(ranks)}
-        self._tokens, self._requests = np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
-        self._first_since = np.full(len(ranks), np.inf)
-        self._is_read = False
-        for rank in self._queues:
-            self._update(rank)
-
-    def enter(self, rank: Rank, key: Key, tokens: int, now: float) -> None:
-        """Adds a dispatched request with its uncached prompt tokens."""
-        queue = self._queues.setdefault(rank, {})
-        if not queue:
-            self._since[rank] = now
-        queue[key] = tokens
-        self._update(rank)
-
-    def leave(self, rank: Rank, key: Key, now: float) -> None:
-        """Removes a request after its first token or its end. An unknown request changes nothing."""
-        queue = self._queues.get(rank)
-        if queue is None or key not in queue:
-            return
-        del queue[key]
-        self._since[rank] = now
-        if not queue:
-            del self._queues[rank], self._since[rank]
-        self._update(rank)
-
-    def waiting(self, rank: Rank) -> int:
-        """Returns the number of requests of a rank without a first token."""
-        return len(self._queues.get(rank, ()))
-
-    def heads(self, now: float) -> Heads:
-        """Returns the prompts under computation on the shown ranks."""
-        # A change copies the columns if they were read, so that a reader's do not change.
-        self._is_read = True
-        return Heads(self._tokens, self._requests, self._first_since, now)
-
-    def _update(self, rank: Rank) -> None:
-        place = self._places.get(rank)
-        if place is None:
-            return
-        if self._is_read:
-            self._is_read = False
-            self._tokens, self._requests = self._tokens.copy(), self._requests.copy()
-            self._first_since = self._first_since.copy()
-        queue = self._queues.get(rank)
-        self._tokens[place] = next(iter(queue.values())) if queue else 0
-        self._requests[place] = len(queue) if queue else 0
-        self._first_since[place] = self._since.get(rank, np.inf)
+NOTHING = Expected()
 
 
 class RankLoad(NamedTuple):
@@ -138,7 +73,19 @@ class Loads(NamedTuple):
     requests: Column
     leading_active_blocks: Column
     """Leading active blocks of the request to place."""
-    heads: Heads
+    head_prefill_tokens: Column
+    """Uncached tokens of the prompt under computation, the oldest one; 0 if no prompt waits."""
+    prefill_requests: Column
+    """Requests without a first token that had uncached tokens, including this one."""
+    head_prefill_since: Amounts
+    """Seconds of the clock since which it is computed; infinite if no prompt waits."""
+    now: float
+    """Seconds of the clock at which the load was read."""
+
+    @property
+    def head_prefill_seconds(self) -> Amounts:
+        """Seconds for which it has been computed; 0 if no prompt waits. On demand: few policies need it."""
+        return np.maximum(self.now - self.head_prefill_since, 0.0)
 
 
 @dataclass(eq=False)
@@ -165,17 +112,11 @@ class BookedLoad:
         self._registered: frozenset[Rank] = frozenset()
         self._places: tuple[tuple[Rank, ...], NDArray[np.intp] | None] | None = None
         """The ranks known to the core, and the indexes of the registered ones; None if they all are."""
-        self._bookings: dict[Rank, int] = {}
-        self._further: dict[Key, int] = {}
-        """Sequences beyond the first one of each booking that has several."""
-        self._further_of: dict[Rank, int] = {}
-        """Their sum by rank."""
-        self._prefills = PrefillQueues()
         self.latency_calibration = LatencyCalibration()
         self.prefill_times = PrefillTimes()
         self.tier_loads = TierLoads()
-        self._learners = (self.latency_calibration, self.prefill_times, self.tier_loads)
-        """Each of them learns from first tokens."""
+        self._expected: dict[Key, list[FirstToken]] = {}
+        """Learn from the first tokens to come."""
         self.time_in_flight = TimeInFlight()
         self._peaks = BookingPeaks()
 
@@ -192,25 +133,25 @@ class BookedLoad:
             self._sequences.add_rank(rank)
         for rank in before - self._registered:
             self._forget_if_idle(rank)
-        self._prefills.show(sorted(self._registered))
         self.tier_loads.set_ranks(cached.rank for cached in registered)
         self._places = None
 
     def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> Loads:
         """Returns the load of the registered ranks, in order of rank; given a prompt, with its blocks added."""
-        if prompt is None or not self.tracks_blocks(stage):
-            columns, added = self._sequences.loads(), 0
-        elif self.accounting.assume_kv_reuse:
-            columns, added = self._sequences.loads(prompt.sequence_hashes, prompt.tokens), 0
-        else:
-            columns, added = self._sequences.loads(), -(-prompt.tokens // self.block_size)
-        active, prefill, requests, leading = self._registered_of(columns)
-        heads = self._prefills.heads(self.clock())
-        return Loads(active + added if added else active, prefill, requests, leading, heads)
-
-    def columns(self) -> Column:
-        """Returns the rows of ``loads`` without a prompt: active blocks, prefill tokens, requests, leading blocks."""
-        return self._registered_of(self._sequences.loads())
+        hashes, tokens, added = b"", 0, 0
+        if prompt is not None and self.tracks_blocks(stage):
+            if self.accounting.assume_kv_reuse:
+                hashes, tokens = prompt.sequence_hashes, prompt.tokens
+            else:
+                added = -(-prompt.tokens // self.block_size)
+        known, packed = self._sequences.loads(hashes, tokens)
+        rows: Column = np.ndarray((_COUNTS, len(known)), np.int64, packed)
+        since: Amounts = np.ndarray(len(known), np.float64, packed, rows.nbytes)
+        if (places := self._places_in(known)) is not None:
+            rows, since = rows[:, places], since[places]
+        active, prefill, requests, leading, head, waiting = rows
+        active = active + added if added else active
+        return Loads(active, prefill, requests, leading, head, waiting, since, self.clock())
 
     def reuse_chance(self) -> Amounts:
         """Returns the mean chance over each registered rank's KV cache that a block is used again, in order of rank."""
@@ -222,31 +163,26 @@ class BookedLoad:
 
     def most_booked(self, rank: Rank) -> int:
         """Returns the most booked sequences of a rank since the report before the last, when another one arrives."""
-        return self._peaks.reported(rank, self._booked(rank))
+        return self._peaks.reported(rank, self._sequences.sequences(rank))
 
     def load_by_rank(self) -> dict[Rank, RankLoad]:
         """Returns the load of every rank with a registration or bookings, for display."""
         return {
-            rank: RankLoad(active, prefill, requests + self._further_of.get(rank, 0))
+            rank: RankLoad(active, prefill, requests)
             for rank, active, prefill, requests, _ in self._sequences.loads().rows()
         }
 
-    def _registered_of(self, columns: LoadColumns) -> Column:
-        """Returns the columns of registered ranks as rows; the core also knows ranks with bookings only."""
-        known = columns.ranks
-        rows: Column = np.ndarray((4, len(known)), np.int64, columns.packed)
-        if self._further_of:
-            rows = rows.copy()
-            rows[_REQUESTS] += np.array([self._further_of.get(rank, 0) for rank in known], np.int64)
+    def _places_in(self, known: tuple[Rank, ...]) -> NDArray[np.intp] | None:
+        """Returns the indexes of the registered ranks among those known to the core; None if they all are.
+
+        The core also knows ranks that have nothing but bookings.
+        """
         if self._places is None or self._places[0] is not known:
             registered = [place for place, rank in enumerate(known) if rank in self._registered]
             self._places = (known, None if len(registered) == len(known) else np.array(registered, np.intp))
-        places = self._places[1]
-        return rows if places is None else rows[:, places]
+        return self._places[1]
 
-    def book(
-        self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int, *, forecast_ms: float | None = None
-    ) -> bool:
+    def book(self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int, *, expected: Expected = NOTHING) -> bool:
         """Books a request. Returns False, and changes nothing, if the key is booked.
 
         Args:
@@ -254,38 +190,26 @@ class BookedLoad:
             rank: Rank of the request.
             prompt: The prompt.
             prefill_tokens: Prompt tokens to compute there.
-            forecast_ms: Forecast time to first token, if it is suitable for latency calibration.
+            expected: What its first token will show.
 
         Raises:
             TooLarge: the maximum number of bookings is reached.
         """
-        request = BookingRequest(
-            key=key,
-            rank=rank,
-            sequence_hashes=prompt.sequence_hashes,
-            prompt_tokens=prompt.tokens,
-            prefill_tokens=prefill_tokens,
-            track_blocks=self.tracks_blocks(key[2]),
-            unique_blocks=not self.accounting.assume_kv_reuse,
-        )
+        now = self.clock()
         if rank not in self._registered:
             self._sequences.add_rank(rank)
         try:
-            booked = self._sequences.book(request)
-            if booked:
-                self._bookings[rank] = self._bookings.get(rank, 0) + 1
-                if prompt.sequences > 1:
-                    self._further[key] = prompt.sequences - 1
-                    self._further_of[rank] = self._further_of.get(rank, 0) + prompt.sequences - 1
-                self._peaks.booked(rank, self._booked(rank))
-                now = self.clock()
-                if self._knows_caches:
-                    self._recency.record(rank, prompt.sequence_hashes, now)
-                self.time_in_flight.began(now)
-                if prefill_tokens:
-                    self._prefills.enter(rank, key, prefill_tokens, now)
-                if forecast_ms is not None:
-                    self.latency_calibration.expect(key, rank, forecast_ms, now)
+            booked = self._sequences.book(
+                key,
+                rank,
+                prompt.sequence_hashes,
+                prompt.tokens,
+                prefill_tokens,
+                self.tracks_blocks(key[2]),
+                not self.accounting.assume_kv_reuse,
+                prompt.sequences,
+                now,
+            )
         except OverflowError as error:
             raise TooLarge(
                 f"no further booking is possible: {error}",
@@ -294,16 +218,28 @@ class BookedLoad:
             ) from None
         finally:
             self._forget_if_idle(rank)
-        return booked
+        if booked is None:
+            return False
+        sequences, prompts = booked
+        self._peaks.booked(rank, sequences)
+        if self._knows_caches:
+            self._recency.record(rank, prompt.sequence_hashes, now)
+        self.time_in_flight.began(now)
+        if expected is not NOTHING:
+            self._expect(key, rank, prefill_tokens if prompts == 1 else 0, expected, now)
+        return True
 
-    def measure_prefill(self, key: Key, rank: Rank, prefill_tokens: int) -> None:
-        """Measures the time to the first token of a booking made now, if its rank computes no other prompt."""
-        if prefill_tokens and self._prefills.waiting(rank) == 1:
-            self.prefill_times.expect(key, prefill_tokens, self.clock())
-
-    def measure_load(self, key: Key, load: ExpectedLoad) -> None:
-        """Measures the load of a booking made now by the time to its first token."""
-        self.tier_loads.expect(key, load, self.clock())
+    def _expect(self, key: Key, rank: Rank, alone_tokens: int, expected: Expected, now: float) -> None:
+        """Prepares to learn from a first token. ``alone_tokens`` are computed while the rank has no other prompt."""
+        learn = []
+        if expected.forecast_ms is not None:
+            learn.append(self.latency_calibration.expect(rank, expected.forecast_ms, now))
+        if expected.computes and alone_tokens:
+            learn.append(self.prefill_times.expect(alone_tokens, now))
+        if expected.load is not None:
+            learn.append(self.tier_loads.expect(expected.load, now))
+        if learn:
+            self._expected[key] = learn
 
     def load_factors(self) -> Amounts:
         """Returns measured over modelled load times: a row for each lower tier, with the ranks in order."""
@@ -323,14 +259,10 @@ class BookedLoad:
 
     def prefill_complete(self, key: Key) -> bool:
         """Records the end of the prefill. Returns whether the booking is live."""
-        rank = self._sequences.rank(key)
-        if rank is None:
-            return False
         now = self.clock()
-        self._prefills.leave(rank, key, now)
-        for learner in self._learners:
-            learner.first_token(key, now)
-        return self._sequences.prefill_complete(key)
+        for learn in self._expected.pop(key, ()):
+            learn(now)
+        return self._sequences.prefill_complete(key, now)
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
         """Notes the total number of output tokens so far. Returns whether the booking is live."""
@@ -345,35 +277,19 @@ class BookedLoad:
             key: Key of the booking.
             prefilled: Whether its prompt is computed as well, as ``prefill_complete`` notes it.
         """
-        rank = self._sequences.rank(key)
+        now = self.clock()
+        rank = self._sequences.free(key, now)
         if rank is None:
             return False
-        now = self.clock()
-        self._sequences.free(key)
         self.time_in_flight.ended(now)
-        self._prefills.leave(rank, key, now)
-        for learner in self._learners:
-            if prefilled:
-                learner.first_token(key, now)
-            else:
-                learner.forget(key)
-        if further := self._further.pop(key, 0):
-            self._further_of[rank] -= further
-            if not self._further_of[rank]:
-                del self._further_of[rank]
-        left = self._bookings[rank] - 1
-        if left:
-            self._bookings[rank] = left
-        else:
-            del self._bookings[rank]
-            self._forget_if_idle(rank)
+        learners = self._expected.pop(key, ())
+        if prefilled:
+            for learn in learners:
+                learn(now)
+        self._forget_if_idle(rank)
         return True
 
-    def _booked(self, rank: Rank) -> int:
-        """Returns the number of booked sequences of a rank."""
-        return self._bookings.get(rank, 0) + self._further_of.get(rank, 0)
-
     def _forget_if_idle(self, rank: Rank) -> None:
-        if rank not in self._registered and rank not in self._bookings:
+        if rank not in self._registered and not self._sequences.sequences(rank):
             self._sequences.remove_rank(rank)
             self._peaks.forget(rank)

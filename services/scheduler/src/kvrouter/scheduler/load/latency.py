@@ -24,13 +24,12 @@ The factor serves all ranks, and forecasts are those at the component's speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 from kvrouter.core import Rank
-from kvrouter.scheduler.load.first_tokens import FirstTokens
 from numpy.typing import NDArray
 
 WINDOW = 50
@@ -58,6 +57,9 @@ some minutes, while ranks in use have hundreds of first tokens meanwhile."""
 
 WIDEST = 4.0
 """Limit of a single ratio of measured to forecast time, and of a relative latency, in either direction."""
+
+FirstToken = Callable[[float], None]
+"""Learns from a first token, given its time in seconds."""
 
 REFRESH_S = 0.1
 """Seconds for which the column is reused, because it is read in every decision."""
@@ -146,43 +148,31 @@ STEP = 0.02
 """Correction by one first token, as a share of the difference in logarithms: about 50 form a new value."""
 
 
-class _Expected(NamedTuple):
-    forecast_ms: float
-    dispatched: float
-    latency: float
-    """Relative latency of the rank at dispatch."""
-    mean: RankMean | None
-    """The rank's first tokens; of an earlier incarnation if the rank has restarted since."""
-
-
-class LatencyCalibration(FirstTokens[_Expected]):
+class LatencyCalibration:
     """Learns the factor. Pure: every event is passed in with its time in seconds."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.value = 1.0
         """Measured time over forecast time."""
         self.relative = RelativeLatency()
         """How slow each rank is, relative to the component."""
 
-    def expect(self, key: Hashable, rank: Rank, forecast_ms: float, now: float) -> None:
-        """Records a dispatch with its forecast.
+    def expect(self, rank: Rank, forecast_ms: float, now: float) -> FirstToken:
+        """Returns a function that learns from the first token of a dispatch.
 
         Args:
-            key: Key of its booking.
             rank: The rank.
             forecast_ms: Its forecast time to first token at the component's speed, ms.
             now: Time in seconds.
         """
+        # The latency is the one at dispatch. The mean is of an earlier incarnation if the rank restarts meanwhile.
         relative = self.relative
-        self._expect(key, _Expected(forecast_ms, now, relative.of(rank, now), relative.mean_of(rank)))
+        return partial(self._learn, forecast_ms, now, relative.of(rank, now), relative.mean_of(rank))
 
-    def first_token(self, key: Hashable, now: float) -> None:
-        """Updates the factors with the first token of a request."""
-        expected = self._expected.pop(key, None)
-        if expected is None or expected.forecast_ms <= 0:
+    def _learn(self, forecast_ms: float, since: float, latency: float, mean: RankMean | None, now: float) -> None:
+        if forecast_ms <= 0:
             return
-        ratio = (now - expected.dispatched) * 1e3 / expected.forecast_ms
-        if expected.mean is not None:
-            self.relative.observe(expected.mean, ratio, now)
-        self.value *= min(max(ratio / expected.latency, 1 / WIDEST), WIDEST) ** STEP
+        ratio = (now - since) * 1e3 / forecast_ms
+        if mean is not None:
+            self.relative.observe(mean, ratio, now)
+        self.value *= min(max(ratio / latency, 1 / WIDEST), WIDEST) ** STEP

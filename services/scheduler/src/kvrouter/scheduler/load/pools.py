@@ -91,7 +91,7 @@ class Pool:
 
     def judged_load(self, now: float) -> Load:
         """Returns the load of each rank to compare with thresholds. ``now``: seconds, by the clock of load reports."""
-        active_blocks, prefill_tokens = self.booked_load.columns()[:2]
+        active_blocks, prefill_tokens = self.booked_load.loads()[:2]
         return Load.of(active_blocks, prefill_tokens, self.worker_set.block_limits, self.reports.columns(now))
 
     def ahead(self) -> Amounts:

@@ -15,10 +15,10 @@ prompts are computed there, so a factor that says no would have no further measu
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from functools import partial
 
 import numpy as np
-from kvrouter.scheduler.load.first_tokens import FirstTokens
+from kvrouter.scheduler.load.latency import FirstToken
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors, modelled_ms
 
 LEAST_TOKENS = 256
@@ -65,11 +65,10 @@ class Factor:
         return self._mean * left / weight, weight
 
 
-class PrefillTimes(FirstTokens[tuple[int, float]]):
+class PrefillTimes:
     """The factors of one component. Pure: times are passed in."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._compute, self._transfer = Factor(), Factor()
 
     def factors(self, now: float) -> PrefillFactors:
@@ -81,21 +80,17 @@ class PrefillTimes(FirstTokens[tuple[int, float]]):
         """Number of first tokens in the factor for computing."""
         return self._compute.count
 
-    def expect(self, key: Hashable, tokens: int, now: float) -> None:
-        """Records the start of a prompt on a rank without others.
+    def expect(self, tokens: int, since: float) -> FirstToken:
+        """Returns a function that learns from the first token of a prompt on a rank without others.
 
         Args:
-            key: Key of its booking.
             tokens: Prompt tokens to compute.
-            now: Time in seconds.
+            since: Time of the dispatch in seconds.
         """
-        if tokens >= LEAST_TOKENS:
-            self._expect(key, (tokens, now))
+        return partial(self._learn, tokens, since)
 
-    def first_token(self, key: Hashable, now: float) -> None:
-        """Measures an expected prompt."""
-        if (expected := self._expected.pop(key, None)) is not None:
-            tokens, since = expected
+    def _learn(self, tokens: int, since: float, now: float) -> None:
+        if tokens >= LEAST_TOKENS:
             self._compute.observe((now - since) * 1e3, float(modelled_ms(np.array([tokens]))[0]), now)
 
     def handed_over(self, measured_ms: float, modelled: float, now: float) -> None:

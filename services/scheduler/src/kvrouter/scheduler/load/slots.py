@@ -42,12 +42,14 @@ class TimeInFlight:
 
     def began(self, now: float) -> None:
         """Records a dispatch."""
-        self._pass(now)
+        self._request_seconds += self._live * (now - self._now)
+        self._now = now
         self._live += 1
 
     def ended(self, now: float) -> None:
         """Records the end of a request."""
-        self._pass(now)
+        self._request_seconds += self._live * (now - self._now)
+        self._now = now
         self._live -= 1
         self._ended += 1
         self._until_mean -= 1
@@ -56,10 +58,6 @@ class TimeInFlight:
             self.seconds = self._request_seconds / self._ended
             if self._ended >= WINDOW:
                 self._request_seconds, self._ended = self._request_seconds / 2, self._ended / 2
-
-    def _pass(self, now: float) -> None:
-        self._request_seconds += self._live * (now - self._now)
-        self._now = now
 
 
 class BookingPeaks:

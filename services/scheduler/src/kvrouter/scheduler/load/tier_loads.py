@@ -12,12 +12,13 @@ or configured bandwidth. Without new ones it returns to 1, so that a rank whose 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
-from kvrouter.scheduler.load.first_tokens import FirstTokens
+from kvrouter.scheduler.load.latency import FirstToken
 from kvrouter.scheduler.load.prefill_times import LEAST_TOKENS, Factor
 from kvrouter.scheduler.workers.candidates import LOWER_TIERS
 from numpy.typing import NDArray
@@ -42,11 +43,10 @@ class ExpectedLoad(NamedTuple):
     """Forecast time to first token, ms."""
 
 
-class TierLoads(FirstTokens[tuple[ExpectedLoad, float]]):
+class TierLoads:
     """The factors of one component. Pure: times are passed in, in seconds."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._factors: dict[tuple[Rank, int], Factor] = {}
         self._places: dict[Rank, int] = {}
         self._columns: NDArray[np.float64] = np.ones((len(LOWER_TIERS), 0))
@@ -70,15 +70,15 @@ class TierLoads(FirstTokens[tuple[ExpectedLoad, float]]):
             self._refresh_at = now + REFRESH_SECONDS
         return self._columns
 
-    def expect(self, key: Hashable, load: ExpectedLoad, now: float) -> None:
-        """Records a dispatch to a rank that computes no other prompt."""
-        if sum(load.tokens) >= LEAST_TOKENS:
-            self._expect(key, (load, now))
+    def expect(self, load: ExpectedLoad, since: float) -> FirstToken:
+        """Returns a function that learns from the first token of a dispatch to a rank that computes no other prompt.
 
-    def first_token(self, key: Hashable, now: float) -> None:
-        """Measures an expected load."""
-        load, since = self._expected.pop(key, (None, now))
-        if load is None or load.rank not in self._places:
+        ``since``: time of the dispatch in seconds.
+        """
+        return partial(self._learn, load, since)
+
+    def _learn(self, load: ExpectedLoad, since: float, now: float) -> None:
+        if sum(load.tokens) < LEAST_TOKENS or load.rank not in self._places:
             return
         loaded_ms = max(LEAST_MS, load.share_ms + (now - since) * 1e3 - load.forecast_ms)
         for tier, tokens in enumerate(load.tokens):

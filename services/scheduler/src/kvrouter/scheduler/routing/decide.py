@@ -16,6 +16,7 @@ from kvrouter.core import Rank
 from kvrouter.runtime.tracing import Attribute
 from kvrouter.scheduler.bookings.conversations import HeldBlocks
 from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
+from kvrouter.scheduler.load.booked_load import Expected
 from kvrouter.scheduler.load.tier_loads import ExpectedLoad
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
@@ -87,18 +88,19 @@ class Decision(NamedTuple):
         """Leading blocks of the prompt on the rank."""
         return int(self.snapshot.overlap_blocks[self.place])
 
-    @property
-    def forecast_ms(self) -> float | None:
-        """Forecast time to the first token; None if it is unsuitable for latency calibration.
+    def expected(self, request: RequestContext) -> Expected:
+        """Returns what the first token of the dispatch will show.
 
         If the policy chose to wait and the request is sent anyway, more work is ahead of it than the forecast assumes.
         After a remote prefill, the first token does not show the speed of the rank.
         """
-        if self.is_prefilled_remotely or self.loads_blocks:
-            return None
-        return self.verdict.forecast_ms if isinstance(self.verdict, Choice) else None
+        if self.snapshot.loads_blocks(self.place):
+            return Expected(load=self._expected_load(request))
+        if self.is_prefilled_remotely or not isinstance(self.verdict, Choice):
+            return Expected(computes=True)
+        return Expected(self.verdict.forecast_ms, computes=True)
 
-    def expected_load(self, request: RequestContext) -> ExpectedLoad | None:
+    def _expected_load(self, request: RequestContext) -> ExpectedLoad | None:
         """Returns the load to measure by the first token.
 
         None if the rank loads nothing or computes another prompt, or if the mode has no forecast.
@@ -118,11 +120,6 @@ class Decision(NamedTuple):
     def expected_output_tokens(self) -> float:
         """Expected length of the output; 0 if unknown."""
         return 0.0 if self.context is None else self.context.expected_output_tokens
-
-    @property
-    def loads_blocks(self) -> bool:
-        """Whether the rank loads blocks of the prompt from a lower tier."""
-        return self.snapshot.loads_blocks(self.place)
 
     @property
     def prefill(self) -> PrefillDecision | None:

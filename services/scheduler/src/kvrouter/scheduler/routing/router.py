@@ -198,7 +198,7 @@ class Router:
             response,
             audited=queried_indexer and not has_unindexed and not decision.is_prefilled_remotely,
             most_overlap_blocks=decision.snapshot.most_overlap(is_retry=key[1] > 0),
-            forecast_ms=decision.forecast_ms,
+            expected=decision.expected(context),
             session_id=context.booking.session_id,
             lease_seconds=context.booking.lease_seconds,
             conversation=context.conversation,
@@ -207,7 +207,6 @@ class Router:
         )
         if not self.booking_ownership.book(booking, self.clock()):
             return False
-        measure(context, decision, key)
         if queried_indexer:
             block_size = context.pool.booked_load.block_size
             reachable = decision.snapshot.reachable_tokens(decision.place, block_size)
@@ -264,15 +263,6 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
         response.kv_source.CopyFrom(source)
     overlaps.write_cursor(candidate.rank, response)
     return response
-
-
-def measure(context: RequestContext, decision: Decision, key: Key) -> None:
-    """Starts to measure a booking made now: its first token shows how long its rank computes, or loads blocks."""
-    booked_load = context.pool.booked_load
-    if not decision.loads_blocks:
-        booked_load.measure_prefill(key, decision.rank, decision.prefill_tokens)
-    elif (load := decision.expected_load(context)) is not None:
-        booked_load.measure_load(key, load)
 
 
 @lru_cache(maxsize=_TEMPLATES)

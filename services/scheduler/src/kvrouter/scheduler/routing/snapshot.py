@@ -280,7 +280,7 @@ def _prefill_places(
     options, factors = request.options.remote_prefill, request.prefill_factors()
     first = first_prefill(request, overlaps, factors.compute)
     latency = request.pool.booked_load.relative_latency()
-    wait = waits_ms(loads.prefill_tokens, loads.heads.seconds, options, factors.compute * latency)
+    wait = waits_ms(loads.prefill_tokens, loads.head_prefill_seconds, options, factors.compute * latency)
     return prefill_places(uncached_tokens, options, factors, relative_latency=latency, wait_ms=wait, first=first)
 
 
@@ -301,7 +301,7 @@ def context_of(
     """
     pool, options, is_kept = request.pool, request.options, _is_kept(candidates, request, now)
     size = pool.booked_load.block_size
-    worker_set, loads, heads = candidates.worker_set, candidates.loads, candidates.loads.heads
+    worker_set, loads = candidates.worker_set, candidates.loads
     overlap_blocks, new_prefill_tokens = candidates.saved_blocks, candidates.new_prefill_tokens
     if candidates.prefill is not None:
         # What a prefill worker computes costs its rank no more than the transfer.
@@ -325,13 +325,13 @@ def context_of(
         is_kept=is_kept,
         total_blocks=worker_set.total_blocks,
         max_batched_tokens=worker_set.max_batched_tokens,
-        head_prefill_tokens=heads.tokens,
-        head_prefill_since=heads.since,
-        prefill_requests=heads.requests,
+        head_prefill_tokens=loads.head_prefill_tokens,
+        head_prefill_since=loads.head_prefill_since,
+        prefill_requests=loads.prefill_requests,
         reuse_chance=pool.booked_load.reuse_chance(),
-        now=heads.now,
+        now=loads.now,
         latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
-        relative_latency=pool.booked_load.latency_calibration.relative.column(heads.now),
+        relative_latency=pool.booked_load.latency_calibration.relative.column(loads.now),
         expected_output_tokens=expected_output_tokens,
     )
     return every if len(places) == len(worker_set.ranks) else every.at(places)
@@ -358,7 +358,7 @@ def first_prefill(request: RequestContext, overlaps: Overlaps, factor: float) ->
         held = overlaps.prefill.get(pool.name, NOT_QUERIED).on(pool.worker_set)[fit] * load.block_size
         uncached = np.maximum(request.prompt.tokens - held, 0)
         compute = compute_ms(uncached, options, latency[fit])
-        waits = waits_ms(loads.prefill_tokens, loads.heads.seconds, options, latency)[fit]
+        waits = waits_ms(loads.prefill_tokens, loads.head_prefill_seconds, options, latency)[fit]
         first = int(np.argmin(waits + compute))
         prefills.append(FirstPrefill(float(waits[first]), int(uncached[first]), float(compute[first])))
     return min(prefills, key=lambda each: each.wait_ms + each.compute_ms, default=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from kvrouter.core import FORECAST_MODEL
@@ -79,23 +79,26 @@ NATIVE: ForecastModel | None = FORECAST_MODEL and FORECAST_MODEL(
 """Computes ``weigh`` in a tenth of the time; None without the native core."""
 
 
-class Weighed(NamedTuple):
-    """Cost terms by candidate, in ms unless stated otherwise."""
+T = TypeVar("T", float, NDArray[Any])
 
-    forecast: Amounts
-    batch: Amounts
-    work: Amounts
-    output: Amounts
-    shortage: Amounts
-    eviction: Amounts
-    copies: Amounts
+
+class Weighed(NamedTuple, Generic[T]):
+    """Cost terms, in ms unless stated otherwise: of a candidate, or as columns of all."""
+
+    forecast: T
+    batch: T
+    work: T
+    output: T
+    shortage: T
+    eviction: T
+    copies: T
     """0 or less: credit for computing popular blocks on one more rank."""
-    own: Amounts
+    own: T
     """Time to compute the prompt, at the component's speed."""
-    relative: Amounts
+    relative: T
     """Factor for the rank's speed in the forecast."""
-    new_tokens: NDArray[Any]
-    fit: NDArray[Any]
+    new_tokens: T
+    fit: T
     """Whether the first token may be used for latency calibration."""
 
 
@@ -117,11 +120,11 @@ class ForecastPolicy(Policy):
         is_limited = bool(largest(is_kept))
         rows, open_ranks, cheapest = weigh_candidates(context, np.where(is_kept, 0.0, slots) if is_limited else slots)
         index, has_slot = draw(cheapest, rng), open_ranks > 0
-        weighed = Weighed(*rows[:-1, index].tolist())
+        weighed: Weighed[float] = Weighed(*rows[:-1, index].tolist())
 
         def formula(index: int) -> str:
             *terms, cost = rows[:, index].tolist()
-            at = Weighed(*terms)
+            at: Weighed[float] = Weighed(*terms)
             kept = ", room is kept for other tenants" if is_kept[index] else ""
             full = ", no free slot" if slots[index] < 1 else kept
             return (
@@ -185,7 +188,7 @@ def used_shares(context: SchedulingContext) -> Amounts:
     return np.minimum(_over(in_use, context.total_blocks), 1.0)
 
 
-def weigh(context: SchedulingContext, shares: Amounts) -> Weighed:
+def weigh(context: SchedulingContext, shares: Amounts) -> Weighed[NDArray[Any]]:
     """Returns the cost terms, given the share of KV blocks in use by candidate."""
     size, prompt, latency_calibration = context.block_size, context.prompt_tokens, context.latency_calibration
     scarcity = shares.mean() ** 4
