@@ -33,8 +33,8 @@ class Selector:
     router: Router
     queued: QueuedRequests
     metrics: SchedulerMetrics
-    _under_way: dict[Key, asyncio.Event] = field(default_factory=dict, init=False)
-    """Running selections, each with the event of its end."""
+    _under_way: dict[Key, asyncio.Event | None] = field(default_factory=dict, init=False)
+    """Running selections, each with the event of its end if a repeated one waits for it."""
 
     async def select(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Chooses a rank, and books it if the request names a booking.
@@ -70,18 +70,17 @@ class Selector:
         key = context.booking.key
         if key is None:
             return await self._dispatch(context, request, deadline)
-        while True:
-            if (earlier := self.router.earlier_outcome(context, key)) is not None:
-                return earlier
-            if (under_way := self._under_way.get(key)) is None:
-                break
-            await under_way.wait()
-        ended = self._under_way[key] = asyncio.Event()
+        while (earlier := self.router.earlier_outcome(context, key)) is None and key in self._under_way:
+            ended = self._under_way[key] = self._under_way[key] or asyncio.Event()
+            await ended.wait()
+        if earlier is not None:
+            return earlier
+        self._under_way[key] = None
         try:
             return await self._dispatch(context, request, deadline)
         finally:
-            del self._under_way[key]
-            ended.set()
+            if (awaited := self._under_way.pop(key)) is not None:
+                awaited.set()
 
     async def _dispatch(
         self, context: RequestContext, request: pb.SelectWorkerRequest, deadline: Deadline
@@ -89,9 +88,7 @@ class Selector:
         overlaps = await self.router.overlaps(context, deadline)
         if overlaps.failure:
             self.metrics.load_only.labels(reason=overlaps.failure).inc()
-        if request.HasField("time_left_ms"):
-            deadline = deadline.within(request.time_left_ms / 1e3)
-        return await self.queued.dispatch(context, overlaps, arrived_unix_ns=request.arrived_unix_ns, deadline=deadline)
+        return await self.queued.dispatch(context, overlaps, request, deadline)
 
     async def compare(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Returns the choice in one component with its cost, for callers with a choice of components.

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.scheduler.bookings.booking import Freed, Moved, OwnerRemoved, PrefillCompleted
+from kvrouter.scheduler.bookings.booking import Booking, Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_message
 from kvrouter.scheduler.load.pools import Pool
@@ -36,7 +36,7 @@ from kvrouter.scheduler.routing.router import Router
 from kvrouter.scheduler.routing.snapshot import RETRY_AFTER_MS
 from kvrouter.v1.errors import AllBusy, DeadlineExceeded, Internal, KvRouterError
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.scheduler_pb2 import QueuedRequest, QueueStatus, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import QueuedRequest, QueueStatus, SelectWorkerRequest, SelectWorkerResponse
 
 log = structlog.get_logger(component="scheduler")
 
@@ -99,36 +99,44 @@ class QueuedRequests:
         return len(self._waiting)
 
     async def dispatch(
-        self, request: RequestContext, overlaps: Overlaps, *, arrived_unix_ns: int, deadline: Deadline
+        self, request: RequestContext, overlaps: Overlaps, selection: SelectWorkerRequest, deadline: Deadline
     ) -> SelectWorkerResponse:
         """Decides on a request, waits for room if its policy says so, books it and returns the response.
 
         Args:
             request: The request. One without a booking never waits.
             overlaps: Overlaps of its prompt.
-            arrived_unix_ns: Arrival of the request at the caller, nanoseconds since 1970; 0 for now.
-            deadline: Deadline of its first token.
+            selection: The call, with the arrival of the request at the caller and the time left for its first token.
+            deadline: Deadline of the call.
 
         Raises:
             AllBusy: the queue is full, or nearly full and the tenant has its share of it.
             DeadlineExceeded: it could not meet its deadline.
             KvRouterError: no rank can take it.
         """
-        is_behind = self._catch_up(request.pool.name)
-        decision = self.router.decide(request, overlaps, queued_tokens=self.queued_tokens(request.pool.name))
-        if is_behind and request.options.queues and isinstance(decision.verdict, Choice):
+        if self._wake.is_set():
+            self.look()
+        component = self._components.get(request.pool.name)
+        queued_tokens = {} if component is None else component.queue.queued_tokens()
+        decision = self.router.decide(request, overlaps, queued_tokens=queued_tokens)
+        if (
+            component is not None
+            and component.queue.is_behind
+            and request.options.queues
+            and isinstance(decision.verdict, Choice)
+        ):
             decision = decision.behind_the_queue()
         key, verdict = request.booking.key, decision.verdict
         if key is None or not isinstance(verdict, Wait) or not self.max_queued_requests:
             response = self.router.settle(request, overlaps, decision)
             if key is not None and verdict is not None and self.max_queued_requests:
-                component = self._component(request.pool)
-                component.queue.dispatched(key, request.tenant, verdict.use_tokens, request.conversation)
-                self._began(component, request, key, verdict)
+                queue = self._component(request.pool).queue
+                queue.dispatched(key, request.tenant, verdict.use_tokens, request.conversation)
+                self._began(request, key, verdict)
             return response
         self.router.decisions.add(decision.queued())
         try:
-            return await self._enqueue(request, key, overlaps, decision, verdict, arrived_unix_ns, deadline)
+            return await self._enqueue(request, key, overlaps, decision, verdict, selection, deadline)
         except (AllBusy, DeadlineExceeded) as error:
             decision_id = self.router.decisions.next_id()
             late = decision._replace(decision_id=decision_id, decided_unix_ns=time.time_ns())
@@ -142,13 +150,16 @@ class QueuedRequests:
         overlaps: Overlaps,
         decision: Decision,
         wait: Wait,
-        arrived_unix_ns: int,
+        selection: SelectWorkerRequest,
         deadline: Deadline,
     ) -> SelectWorkerResponse:
         """Waits until the request can be dispatched, books it and returns the response."""
         component = self._component(request.pool)
         now = self.clock()
+        arrived_unix_ns = selection.arrived_unix_ns  # 0 for now
         waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
+        if selection.HasField("time_left_ms"):
+            deadline = deadline.within(selection.time_left_ms / 1e3)
         remaining = deadline.remaining()
         if not component.queue.add(
             key,
@@ -214,21 +225,10 @@ class QueuedRequests:
                 self._refuse_late(component, key)
             self._release(component)
 
-    def _catch_up(self, name: ComponentName) -> bool:
-        """Tries the queued requests if load has changed since the last pass.
-
-        Returns:
-            Whether the pass was put off: a new request must queue behind the waiting ones.
-        """
-        if self._wake.is_set():
-            self.look()
-        component = self._components.get(name)
-        return component is not None and component.queue.is_behind
-
-    def _began(self, component: _Component, request: RequestContext, key: Key, verdict: Choice | Wait) -> None:
+    def _began(self, request: RequestContext, key: Key, verdict: Choice | Wait) -> None:
         """Counts a booked request for its tenant, until its booking ends."""
-        prompt_tokens = request.prompt.tokens
-        component.pool.headroom.began(key, request.tenant, verdict.use_tokens, prompt_tokens, self.clock())
+        tokens = request.prompt.tokens
+        request.pool.headroom.began(key, request.tenant, verdict.use_tokens, tokens, self.clock())
 
     def _component(self, pool: Pool) -> _Component:
         component = self._components.get(pool.name)
@@ -239,25 +239,31 @@ class QueuedRequests:
 
     def follow(self, booking_table: BookingTable) -> None:
         """Subscribes to changes of bookings. Those that make room start a pass."""
-        booking_table.subscribe(PrefillCompleted, lambda change: self._progressed(change.booking.key))
-        booking_table.subscribe(Moved, lambda change: self._progressed(change.booking.key))
+        booking_table.subscribe(PrefillCompleted, self._progressed)
+        booking_table.subscribe(Moved, self._progressed)
         booking_table.subscribe(OwnerRemoved, self._owner_removed)
-        booking_table.subscribe(Freed, lambda change: self._ended(change.key))
+        booking_table.subscribe(Freed, self._freed)
 
     def _owner_removed(self, change: OwnerRemoved) -> None:
         if not change.booking.owners:
-            self._ended(change.booking.key)
+            self._ended(change.booking)
 
-    def _ended(self, key: Key) -> None:
-        for component in self._components.values():
-            component.queue.ended(key)
-            component.pool.headroom.ended(key, self.clock())
+    def _freed(self, change: Freed) -> None:
+        if change.booking is not None:
+            self._ended(change.booking)
+
+    def _ended(self, booking: Booking) -> None:
+        pool = booking.pool
+        if (component := self._components.get(pool.name)) is not None:
+            component.queue.ended(booking.key)
+            pool.headroom.ended(booking.key, self.clock())
         if self._waiting:
             self._wake.set()
 
-    def _progressed(self, key: Key) -> None:
-        for component in self._components.values():
-            component.queue.started(key)
+    def _progressed(self, change: PrefillCompleted | Moved) -> None:
+        booking = change.booking
+        if (component := self._components.get(booking.pool.name)) is not None:
+            component.queue.started(booking.key)
         if self._waiting:
             self._wake.set()
 
@@ -346,7 +352,7 @@ class QueuedRequests:
             try:
                 queued = decision._replace(queued_seconds=now - waiting.queued_from)
                 response = self.router.settle(waiting.request, waiting.overlaps, queued)
-                self._began(component, waiting.request, key, verdict)
+                self._began(waiting.request, key, verdict)
             except Exception as error:
                 component.queue.ended(key)
                 self._end(component, key, "refused", error)
