@@ -11,6 +11,7 @@ from kvrouter.core import Rank
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.routing.decide import Decision, Decisions
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot
+from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.names import ComponentName
 
 from ..context_maker import context
@@ -56,8 +57,7 @@ def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2)
     return Decision(
         decision_id=decisions.next_id(),
         component=POOL,
-        request_id=request_id,
-        attempt=0,
+        key=(request_id, 0, Stage.STAGE_WHOLE),
         mode="kv",
         chosen=weighed.ranks[choice.index],
         place=choice.index,
@@ -148,8 +148,8 @@ def test_the_newest_decisions_name_the_chosen_rank_and_the_next_cheapest() -> No
 def test_the_decision_on_a_prefill_worker_is_shown_only_if_there_is_no_other() -> None:
     decisions = Decisions(3)
     first = decided(decisions, "a")
-    prefill = decided(decisions, "a")._replace(is_of_prefill=True)
-    alone = decided(decisions, "b")._replace(is_of_prefill=True)
+    prefill = decided(decisions)._replace(key=("a", 0, Stage.STAGE_PREFILL))
+    alone = decided(decisions)._replace(key=("b", 0, Stage.STAGE_PREFILL))
     for each in (first, prefill, alone):
         decisions.add(each)
     assert decisions.by_request("a") is first

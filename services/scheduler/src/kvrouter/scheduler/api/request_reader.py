@@ -141,13 +141,14 @@ class RequestReader:
 
 def _stated_output_tokens(request: RoutingRequest) -> int:
     """Returns the expected length of the output that a request states; 0 if it states none."""
-    if request.HasField("expected_output_tokens") and not request.expected_output_tokens:
+    tokens = request.expected_output_tokens
+    if not tokens and request.HasField("expected_output_tokens"):
         raise BadRequest(
             "expected_output_tokens is 0",
             field="expected_output_tokens",
             advice="Leave the field unset if the length is unknown.",
         )
-    return request.expected_output_tokens
+    return tokens
 
 
 def conversation_of(request: RoutingRequest) -> bytes:

@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
 
     def without_local_hashes(self) -> Prompt:
         """Returns the prompt as bookings keep it: load is counted by sequence hashes."""
-        return self._replace(local_hashes=b"")
+        return Prompt(self.tokens, b"", *self[2:])
 
     def __repr__(self) -> str:
         """Returns the size only: hashes are long."""

@@ -15,7 +15,7 @@ import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.tracing import Attribute
 from kvrouter.scheduler.bookings.conversations import HeldBlocks
-from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
+from kvrouter.scheduler.identifiers import Key, component_message, rank_message, rank_of
 from kvrouter.scheduler.load.booked_load import Expected
 from kvrouter.scheduler.load.tier_loads import ExpectedLoad
 from kvrouter.scheduler.overlap.indexer_query import Overlaps
@@ -43,9 +43,8 @@ class Decision(NamedTuple):
 
     decision_id: int
     component: ComponentName
-    request_id: str
-    """Empty if nothing is booked."""
-    attempt: int
+    key: Key | None
+    """Key of the booking; None if nothing is booked."""
     mode: str
     prompt_blocks: int
     load_only: bool
@@ -62,16 +61,23 @@ class Decision(NamedTuple):
     """The rank of the dispatch; None if the request is queued or refused."""
     place: int = -1
     """Index among all candidates of the rank of the dispatch, or of the wait; -1 if no candidate was left."""
-    is_prefilled_remotely: bool = False
-    """Whether a prefill worker computes the prompt."""
     prefill_tokens: int = 0
     """Prompt tokens to compute on the rank."""
-    is_of_prefill: bool = False
-    """Whether the rank computes the prompt for a decode worker."""
     queued_seconds: float = 0.0
     """Time of the request in the queue."""
     model_choice: str = ""
     """How the Frontend chose the model; empty if it is the one that the client named."""
+
+    @property
+    def request_id(self) -> str:
+        """The id of the booking's request; empty if nothing is booked."""
+        return "" if self.key is None else self.key[0]
+
+    @property
+    def is_prefilled_remotely(self) -> bool:
+        """Whether a prefill worker computes the prompt."""
+        prefill = self.snapshot.prefill
+        return self.context is not None and prefill is not None and bool(prefill.is_remote[self.place])
 
     @property
     def rank(self) -> Rank:
@@ -216,7 +222,7 @@ class Decision(NamedTuple):
             reason=self.explanation.reason,
             prompt_blocks=self.prompt_blocks,
             load_only=self.load_only,
-            attempt=self.attempt,
+            attempt=0 if self.key is None else self.key[1],
             queued_us=int(self.queued_seconds * 1e6),
             component=component_message(self.component),
             prefill=self.prefill,
@@ -248,7 +254,7 @@ def decide(
     decision_id: int = 0,
     queued_tokens: Mapping[Rank, int] = MappingProxyType({}),
     conversation: HeldBlocks | None = None,
-    learned_output_tokens: float = 0.0,
+    expected_output_tokens: float = 0.0,
     calibration_error: float = 1.0,
 ) -> Decision:
     """Lets the request's policy choose among the fitting candidates without the busy ones. Changes no state.
@@ -262,14 +268,14 @@ def decide(
         queued_tokens: KV cache in tokens that the largest request queued for each rank will add; empty if this one was
             queued itself.
         conversation: What the conversation's last request left; None without one.
-        learned_output_tokens: Expected length of the output if the request states none; 0 if unknown.
+        expected_output_tokens: Expected length of the output; 0 if unknown.
         calibration_error: See ``context_of``.
     """
     candidates = snapshot(request, overlaps, now=now, conversation=conversation)
     places = candidates.free
     context: SchedulingContext | None = None
     verdict: Choice | Wait | None = None
-    place, is_prefilled_remotely, prefill_tokens = -1, False, 0
+    place, prefill_tokens = -1, 0
     if len(places):
         context = context_of(
             candidates,
@@ -277,21 +283,18 @@ def decide(
             request,
             now=now,
             queued_tokens=queued_tokens,
-            expected_output_tokens=request.expected_output_tokens or learned_output_tokens,
+            expected_output_tokens=expected_output_tokens,
             calibration_error=calibration_error,
         )
         verdict = POLICIES[request.options.mode].decide(context, rng)
         place = int(places[verdict.index])
-        is_prefilled_remotely = candidates.prefill is not None and bool(candidates.prefill.is_remote[place])
-        if not is_prefilled_remotely:
+        if candidates.prefill is None or not candidates.prefill.is_remote[place]:
             tokens = verdict.prefill_tokens
             prefill_tokens = int(context.new_prefill_tokens[verdict.index]) if tokens is None else tokens
-    key = request.booking.key
     return Decision(
         decision_id=decision_id,
         component=request.pool.name,
-        request_id="" if key is None else key[0],
-        attempt=0 if key is None else key[1],
+        key=request.booking.key,
         mode=request.options.mode,
         prompt_blocks=request.prompt.blocks,
         load_only=bool(overlaps.failure),
@@ -302,9 +305,7 @@ def decide(
         explanation=_NONE_LEFT if verdict is None else verdict.explanation,
         chosen=None if context is None or verdict is None else context.ranks[verdict.index],
         place=place,
-        is_prefilled_remotely=is_prefilled_remotely,
         prefill_tokens=prefill_tokens,
-        is_of_prefill=request.constraints.stage == _PREFILL,
         model_choice=request.model_choice,
     )
 
@@ -364,7 +365,8 @@ class Decisions:
         if not request_id:
             return None
         matches = [each for each in reversed(self._ring) if _names(each.request_id, request_id)]
-        return next((each for each in matches if not each.is_of_prefill), matches[0] if matches else None)
+        of_others = (each for each in matches if each.key is not None and each.key[2] != _PREFILL)
+        return next(of_others, matches[0] if matches else None)
 
     def newest(self, count: int, component: ComponentName | None = None) -> list[Decision]:
         """So many of the last ones, newest first; those of one component, or of all."""

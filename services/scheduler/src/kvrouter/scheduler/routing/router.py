@@ -59,19 +59,6 @@ class Router:
     predictions: Predictions | None = None
     is_behind: Callable[[], bool] = lambda: False
 
-    def _check(self, context: RequestContext) -> None:
-        """Checks a request: its session is open, its booking not freed, its worker registered.
-
-        Raises:
-            BadRequest, UnknownWorker, NoWorkers, RequestIdReused, SessionLost.
-        """
-        pool, booking = context.pool, context.booking
-        if booking.key is not None:
-            self.booking_ownership.check_bookable(booking.key, booking.session_id, booking.opening_number)
-        if not pool.candidates:
-            raise NoWorkers(f"{pool.name} has no live worker", resource_name=pool.name)
-        check_pinned(pool.candidates, context.constraints, pool.name)
-
     async def overlaps(self, context: RequestContext, deadline: Deadline, *, needed: bool | None = None) -> Overlaps:
         """Returns the overlaps of the prompt with every rank, those of prefill workers included.
 
@@ -130,10 +117,15 @@ class Router:
         Raises:
             KvRouterError: the request can no longer be booked, or no rank can take it.
         """
-        pool = context.pool
+        pool, booking = context.pool, context.booking
         if self.pools.get(pool.name) is not pool:
             raise NoWorkers(f"{pool.name} has gone, or has another block size")
-        self._check(context)
+        if booking.key is not None:
+            self.booking_ownership.check_bookable(booking.key, booking.session_id, booking.opening_number)
+        if not pool.candidates:
+            raise NoWorkers(f"{pool.name} has no live worker", resource_name=pool.name)
+        check_pinned(pool.candidates, context.constraints, pool.name)
+        expected = context.expected_output_tokens
         decision = decide(
             context,
             overlaps,
@@ -142,7 +134,8 @@ class Router:
             decision_id=self.decisions.next_id(),
             queued_tokens=queued_tokens,
             conversation=self.conversation(context),
-            learned_output_tokens=self._learned_output_tokens(context),
+            expected_output_tokens=expected
+            or self.conversations.expected_output_tokens(pool, context.conversation, context.tenant.name),
         )
         if decision.verdict is None:
             refusal = decision.snapshot.refusal(pool.name)
@@ -150,12 +143,6 @@ class Router:
                 self.decisions.add(decision.refused(refusal))
             raise refusal.untraced()
         return decision
-
-    def _learned_output_tokens(self, context: RequestContext) -> float:
-        """Returns the expected length of a request's output, as earlier ones teach; 0 if it states one."""
-        if context.expected_output_tokens:
-            return 0.0
-        return self.conversations.expected_output_tokens(context.pool, context.conversation, context.tenant.name)
 
     def settle(self, context: RequestContext, overlaps: Overlaps, decision: Decision) -> SelectWorkerResponse:
         """Books the rank of a decision made in the same step, if the request names a booking. Returns the response.
@@ -185,22 +172,21 @@ class Router:
         response: SelectWorkerResponse,
     ) -> bool:
         """Books a request on the decided rank. Returns False if its key is already booked."""
-        placement = Placement(decision.rank, decision.prefill_tokens)
-        response.prefill_tokens = placement.prefill_tokens
-        prompt, has_unindexed = context.prompt, context.prompt.indexed_blocks is not None
-        is_predicted = self.predictions is not None and self.predictions.concern(context.pool, prompt)
+        response.prefill_tokens = decision.prefill_tokens
+        pool, prompt, options = context.pool, context.prompt, context.booking
+        is_predicted = self.predictions is not None and self.predictions.concern(pool, prompt)
         queried_indexer = context.options.queries_indexer and not decision.load_only
         booking = Booking(
             key,
-            context.pool,
+            pool,
             prompt if is_predicted else prompt.without_local_hashes(),
-            placement,
+            Placement(decision.rank, decision.prefill_tokens),
             response,
-            audited=queried_indexer and not has_unindexed and not decision.is_prefilled_remotely,
+            audited=queried_indexer and prompt.indexed_blocks is None and not decision.is_prefilled_remotely,
             most_overlap_blocks=decision.snapshot.most_overlap(is_retry=key[1] > 0),
             expected=decision.expected(context),
-            session_id=context.booking.session_id,
-            lease_seconds=context.booking.lease_seconds,
+            session_id=options.session_id,
+            lease_seconds=options.lease_seconds,
             conversation=context.conversation,
             tenant=context.tenant.name,
             expected_output_tokens=decision.expected_output_tokens,
@@ -208,10 +194,10 @@ class Router:
         if not self.booking_ownership.book(booking, self.clock()):
             return False
         if queried_indexer:
-            block_size = context.pool.booked_load.block_size
+            block_size = pool.booked_load.block_size
             reachable = decision.snapshot.reachable_tokens(decision.place, block_size)
             lower = response.lower_blocks if response.HasField("lower_blocks") else None
-            self.metrics.count_cached(context.pool.model, reachable, lower, block_size)
+            self.metrics.count_cached(pool.model, reachable, lower, block_size)
         return True
 
     def earlier_outcome(self, context: RequestContext, key: Key) -> SelectWorkerResponse | None:

@@ -167,7 +167,9 @@ def snapshot(
     """
     pool, constraints, thresholds = request.pool, request.constraints, request.options.thresholds
     worker_set = pool.worker_set
-    saved_blocks, conversation = _with_conversation(request, overlaps, conversation)
+    saved_blocks = overlaps.on(worker_set)
+    if conversation is not None:
+        saved_blocks, conversation = _with_conversation(request, overlaps, saved_blocks, conversation)
     overlap_blocks, lower_blocks = saved_blocks, overlaps.lower_on(worker_set, saved_blocks)
     if lower_blocks is not None:
         overlap_blocks = saved_blocks + lower_blocks.sum(axis=0)
@@ -175,7 +177,9 @@ def snapshot(
     if (ratio := pool.prediction_check.reuse_ratio) < 1.0:
         saved_blocks = (saved_blocks * ratio).astype(np.int64)
     uncached = np.maximum(request.prompt.tokens - saved_blocks * pool.booked_load.block_size, 0)
-    fit = worker_set.preferred(worker_set.fit(constraints), constraints.avoided)
+    fit = worker_set.fit(constraints)
+    if constraints.avoided:
+        fit = worker_set.preferred(fit, constraints.avoided)
     if request.prompt.is_estimated:
         fit = worker_set.with_room(fit, request.prompt.blocks)
     free, judged = fit, None
@@ -228,15 +232,14 @@ def expected_load_ms(request: RequestContext) -> Amounts:
 
 
 def _with_conversation(
-    request: RequestContext, overlaps: Overlaps, conversation: HeldBlocks | None
+    request: RequestContext, overlaps: Overlaps, overlap_blocks: Column, conversation: HeldBlocks
 ) -> tuple[Column, HeldBlocks | None]:
     """Returns the overlap of each candidate, and the blocks of the conversation if these make it greater.
 
     They do where no Indexer knows the cache: an Indexer also knows what was evicted.
     """
     worker_set = request.pool.worker_set
-    overlap_blocks = overlaps.on(worker_set)
-    if conversation is None or not request.options.queries_indexer or overlaps.is_indexed(conversation.rank):
+    if not request.options.queries_indexer or overlaps.is_indexed(conversation.rank):
         return overlap_blocks, None
     place = worker_set.place(conversation.rank)
     if place is None or worker_set.candidates[place].incarnation != conversation.incarnation:

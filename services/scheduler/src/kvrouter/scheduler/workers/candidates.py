@@ -307,8 +307,6 @@ class WorkerSet:
 
     def preferred(self, places: Places, avoided: Collection[int]) -> Places:
         """Returns the candidates without those of avoided workers; all candidates if none would remain."""
-        if not avoided:
-            return places
         others = places[~self.of_workers(avoided)[places]]
         return others if len(others) else places
 
