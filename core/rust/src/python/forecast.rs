@@ -60,6 +60,7 @@ impl ForecastModel {
         }))
     }
 
+    #[expect(clippy::too_many_arguments, reason = "columns of several kinds")]
     fn weigh<'py>(
         &self,
         py: Python<'py>,

@@ -68,27 +68,21 @@ class Selector:
     ) -> pb.SelectWorkerResponse:
         """Returns the outcome of the first selection with the key of the booking, if there is one."""
         key = context.booking.key
-        if key is None:
-            return await self._dispatch(context, request, deadline)
-        while (earlier := self.router.earlier_outcome(context, key)) is None and key in self._under_way:
-            ended = self._under_way[key] = self._under_way[key] or asyncio.Event()
-            await ended.wait()
-        if earlier is not None:
-            return earlier
-        self._under_way[key] = None
+        if key is not None:
+            while (earlier := self.router.earlier_outcome(context, key)) is None and key in self._under_way:
+                ended = self._under_way[key] = self._under_way[key] or asyncio.Event()
+                await ended.wait()
+            if earlier is not None:
+                return earlier
+            self._under_way[key] = None
         try:
-            return await self._dispatch(context, request, deadline)
+            overlaps = await self.router.overlaps(context, deadline)
+            if overlaps.failure:
+                self.metrics.load_only.labels(reason=overlaps.failure).inc()
+            return await self.queued.dispatch(context, overlaps, request, deadline)
         finally:
-            if (awaited := self._under_way.pop(key)) is not None:
+            if key is not None and (awaited := self._under_way.pop(key)) is not None:
                 awaited.set()
-
-    async def _dispatch(
-        self, context: RequestContext, request: pb.SelectWorkerRequest, deadline: Deadline
-    ) -> pb.SelectWorkerResponse:
-        overlaps = await self.router.overlaps(context, deadline)
-        if overlaps.failure:
-            self.metrics.load_only.labels(reason=overlaps.failure).inc()
-        return await self.queued.dispatch(context, overlaps, request, deadline)
 
     async def compare(self, request: pb.SelectWorkerRequest, *, deadline: Deadline) -> pb.SelectWorkerResponse:
         """Returns the choice in one component with its cost, for callers with a choice of components.

@@ -232,13 +232,13 @@ class BookingTable:
         Returns:
             The booking; None if there was none.
         """
-        was_freed_before = self.was_freed(key)
-        self._remember(key, None)
         booking = self._bookings.get(key)
+        is_new = booking is not None or not self.was_freed(key)
+        self._remember(key, None)
         if booking is not None:
             self._unindex(booking)
             self._release(booking, prefilled=prefilled)
-        if booking is not None or not was_freed_before:
+        if is_new:
             self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens, lower_cached_tokens, output_tokens))
         return booking
 

@@ -195,8 +195,8 @@ class BookedLoad:
         Raises:
             TooLarge: the maximum number of bookings is reached.
         """
-        now = self.clock()
-        if rank not in self._registered:
+        now, is_registered = self.clock(), rank in self._registered
+        if not is_registered:
             self._sequences.add_rank(rank)
         try:
             booked = self._sequences.book(
@@ -217,7 +217,8 @@ class BookedLoad:
                 retry_after_ms=1000,
             ) from None
         finally:
-            self._forget_if_idle(rank)
+            if not is_registered:
+                self._forget_if_idle(rank)
         if booked is None:
             return False
         sequences, prompts = booked
@@ -286,10 +287,12 @@ class BookedLoad:
         if prefilled:
             for learn in learners:
                 learn(now)
-        self._forget_if_idle(rank)
+        if rank not in self._registered:
+            self._forget_if_idle(rank)
         return True
 
     def _forget_if_idle(self, rank: Rank) -> None:
-        if rank not in self._registered and not self._sequences.sequences(rank):
+        """Drops a rank without a registration unless it has bookings."""
+        if not self._sequences.sequences(rank):
             self._sequences.remove_rank(rank)
             self._peaks.forget(rank)

@@ -119,7 +119,7 @@ class ForecastPolicy(Policy):
         slots, is_kept = context.free_slots, context.is_kept
         is_limited = bool(largest(is_kept))
         rows, open_ranks, cheapest = weigh_candidates(context, np.where(is_kept, 0.0, slots) if is_limited else slots)
-        index, has_slot = draw(cheapest, rng), open_ranks > 0
+        index = draw(cheapest, rng)
         weighed: Weighed[float] = Weighed(*rows[:-1, index].tolist())
 
         def formula(index: int) -> str:
@@ -144,20 +144,24 @@ class ForecastPolicy(Policy):
                 "free_slots": slots,
             }
 
-        def explained(reason: str) -> Explanation:
-            return Explanation(reason, rows[-1], OnDemand(terms), formula)
-
+        has_slot = open_ranks > 0
         new_tokens, total = int(weighed.new_tokens), int(context.total_blocks[index])
+        lacks_blocks = total > 0 and context.active_blocks[index] > total
+        if not has_slot:
+            reason = "the free room is kept for other tenants" if is_limited else "no rank has a free slot"
+        elif lacks_blocks:
+            reason = "the cheapest rank lacks KV blocks"
+        else:
+            is_any = open_ranks == len(context.ranks)
+            reason = "lowest cost" if is_any else "lowest cost of the ranks with a free slot"
+        explanation = Explanation(reason, rows[-1], OnDemand(terms), formula)
         added = context.prompt_tokens - int(context.leading_active_blocks[index]) * context.block_size
         slot = int(total * context.block_size / max(1.0, float(slots[index]) + int(context.active_requests[index])))
         use_tokens = max(added, slot)
-        if not has_slot or (total and context.active_blocks[index] > total):
-            reason = "the cheapest rank lacks KV blocks" if has_slot else "no rank has a free slot"
-            if not has_slot and is_limited:
-                reason = "the free room is kept for other tenants"
+        if lacks_blocks or not has_slot:
             return Wait(
                 index,
-                explained(reason),
+                explanation,
                 prefill_ms=weighed.own * float(context.relative_latency[index]),
                 room_tokens=added if has_slot else new_tokens,
                 use_tokens=use_tokens,
@@ -166,11 +170,10 @@ class ForecastPolicy(Policy):
                 for_slot=not has_slot,
                 keeps_room=is_limited and not has_slot,
             )
-        is_any = open_ranks == len(context.ranks)
         forecast_ms = weighed.forecast / weighed.relative
         return Choice(
             index,
-            explained("lowest cost" if is_any else "lowest cost of the ranks with a free slot"),
+            explanation,
             use_tokens,
             prefill_tokens=new_tokens,
             forecast_ms=forecast_ms if weighed.fit else None,
