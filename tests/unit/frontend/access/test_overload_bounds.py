@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
-from kvrouter.frontend.access.request_admission import CountedRequest, OverloadBounds, OverloadLimits
+from kvrouter.frontend.access.request_admission import AdmittedRequest, OverloadBounds, OverloadLimits
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.telemetry.metrics import new_registry
 from kvrouter.v1.common_pb2 import Role
@@ -29,10 +29,10 @@ def view(*blocks: int, sequences: Sequence[int] = (), role: Role = Role.ROLE_BOT
 
 def admitted(
     bounds: OverloadBounds, model: ComponentView, prompt: int, output: int, tenant: str = ""
-) -> list[CountedRequest]:
+) -> list[AdmittedRequest]:
     """Admits equal requests until one is refused."""
 
-    def requests() -> Iterator[CountedRequest]:
+    def requests() -> Iterator[AdmittedRequest]:
         for _ in range(10_000):
             try:
                 yield bounds.admit([model], tenant, 1.0, prompt, output)
@@ -56,7 +56,7 @@ def test_the_fill_level_of_admitted_work_is_that_of_the_fullest_model() -> None:
     assert registry.get_sample_value("kvrouter_bound_used", labels) == 0.25
     assert registry.get_sample_value("kvrouter_bound_limit", labels) == 1
     for each in running:
-        each.end(0)
+        each.end(0, sent=True)
     assert registry.get_sample_value("kvrouter_bound_used", labels) == 0
 
 
@@ -67,7 +67,7 @@ def test_work_is_bounded_by_the_caches_of_all_pools_of_a_model() -> None:
     with pytest.raises(Overloaded):
         bounds.admit(pools[::-1], "", 1.0, 90, 10)
     for each in running:
-        each.end(0)
+        each.end(0, sent=True)
 
 
 def test_work_is_bounded_by_the_slots_of_the_models_ranks() -> None:
@@ -76,7 +76,7 @@ def test_work_is_bounded_by_the_slots_of_the_models_ranks() -> None:
     running = admitted(bounds, model, 90, 10)
     assert len(running) == 16
     for each in running:
-        each.end(0)
+        each.end(0, sent=True)
     assert len(admitted(bounds, model, 90, 10)) == 16
 
 
@@ -88,7 +88,7 @@ def test_what_a_full_cache_refuses_takes_no_slot() -> None:
     for _ in range(100):
         assert not admitted(bounds, model, 90, 10)
     for each in running:
-        each.end(0)
+        each.end(0, sent=True)
     assert len(admitted(bounds, model, 30, 10)) == 20
 
 
@@ -120,7 +120,7 @@ def test_work_counts_what_requests_generate_not_what_they_may() -> None:
     bounds = OverloadBounds(OverloadLimits(0, 0, 1.0), new_registry())
     model = view(1000)
     for _ in range(200):
-        bounds.admit([model], "", 1.0, 90, 100_000).end(10)
+        bounds.admit([model], "", 1.0, 90, 100_000).end(10, sent=True)
     assert 99 <= len(admitted(bounds, model, 90, 100_000)) <= 101
 
 
@@ -136,7 +136,7 @@ def test_requests_and_prompts_are_bounded_and_refusals_counted() -> None:
     small = admitted(bounds, model, 1, 1)
     assert len(small) == 10
     for each in small:
-        each.end(0)
+        each.end(0, sent=True)
     assert len(admitted(bounds, model, 25, 1)) == 4
     for bound in ("requests", "prompt_bytes"):
         assert registry.get_sample_value("kvrouter_frontend_overload_refusals_total", {"bound": bound}) == 1
@@ -151,5 +151,5 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
             bounds.admit([model], "", 1.0, 100, 1)
         assert refused.value.info.retry_after_ms
     for each in running:
-        each.end(1)
+        each.end(1, sent=True)
     assert len(admitted(bounds, view(10_000), 1, 1)) == 100

@@ -78,6 +78,8 @@ class BodyRooms:
     def give_back(self, room: BodyRoom, amount: int) -> None:
         """Gives room back, and serves waiting bodies."""
         room.size -= amount
+        if not room.size:
+            self._reading.pop(room, None)
         self._bound.remove(room.holder, amount, requests=int(not room.size))
         if room.holder:
             self._note(room.holder, -amount)
@@ -111,7 +113,7 @@ class BodyRooms:
 
     def _try(self, room: BodyRoom, amount: int) -> bool:
         holder, is_oldest = room.holder, self._is_oldest(room)
-        if not is_oldest and self._has_its_part(holder, amount):
+        if holder and not is_oldest and self._has_its_part(holder, amount):
             return False
         requests = int(not room.size)
         if not self._bound.try_add(holder, room.weight, amount, requests=requests, is_forced=is_oldest):
@@ -196,4 +198,3 @@ class BodyRoom:
         """Gives the room back."""
         if self.size:
             self._rooms.give_back(self, self.size)
-        self._rooms.end_reading(self)

@@ -48,7 +48,7 @@ class OverloadLimits:
 
 
 @dataclass(slots=True, eq=False)
-class CountedRequest:
+class AdmittedRequest:
     """A request counting until it is ended. End it once."""
 
     bounds: OverloadBounds
@@ -58,14 +58,32 @@ class CountedRequest:
     """Bytes of its prompt beyond those of its body."""
     work: float
     """Tokens of KV cache it takes."""
+    prompt_tokens: int
+    max_output_tokens: int
+    grant: Grant | None = None
+    """What it takes of its caller's limits."""
 
-    def end(self, output_tokens: int) -> None:
-        """Ends the request; ``output_tokens`` is 0 if it had no output."""
+    def end(self, output_tokens: int | None, *, sent: bool, prompt_tokens: int | None = None) -> None:
+        """Ends the request.
+
+        Args:
+            output_tokens: Tokens of its output; None if their number is not known, and the maximum counts.
+            sent: Whether a worker had its prompt, which is then charged whether there was output or not.
+            prompt_tokens: Tokens of its prompt as its engine counted them, instead of an estimate; None to keep that.
+        """
+        if self.grant is not None:
+            charged = 0
+            if sent or output_tokens:
+                charged = self.prompt_tokens if prompt_tokens is None else max(0, prompt_tokens)
+            unused_output = 0 if output_tokens is None else self.max_output_tokens - output_tokens
+            self.grant.end_sequence(self.prompt_tokens - charged + unused_output)
         self.bounds.end(self.tenant, self.size)
-        self.model.work.remove(self.tenant, self.work)
-        self.model.slots.remove(self.tenant, 1)
+        model = self.model
+        if self.bounds.limits_work:
+            model.work.remove(self.tenant, self.work)
+            model.slots.remove(self.tenant, 1)
         if output_tokens:
-            self.model.mean_output += _SMOOTHING * (output_tokens - self.model.mean_output)
+            model.mean_output += _SMOOTHING * (output_tokens - model.mean_output)
 
 
 @dataclass(slots=True)
@@ -82,9 +100,12 @@ class OverloadBounds:
 
     def __init__(self, limits: OverloadLimits, registry: CollectorRegistry) -> None:
         self._limits = limits
+        self.limits_work = limits.work > 0
+        """Whether the work of models is bounded."""
         self._requests = FairBound(limits.requests)
         self._input_bytes = FairBound(limits.input_bytes)
-        self._rooms = BodyRooms(self._input_bytes, lambda message: self._refusal("prompt_bytes", message))
+        self.rooms = BodyRooms(self._input_bytes, lambda message: self._refusal("prompt_bytes", message))
+        """Room for the bodies of requests."""
         self._models: dict[str, _Model] = {}
         self._refused = Counter(
             "kvrouter_frontend_overload_refusals",
@@ -97,16 +118,12 @@ class OverloadBounds:
         bounds = bounds_of(registry)
         bounds.add("requests_in_flight", lambda: self._requests.used, limits.requests)
         bounds.add("prompt_bytes_in_flight", lambda: self._input_bytes.used, limits.input_bytes)
-        bounds.add("waiting_bodies", lambda: self._rooms.waiting, MAX_WAITING)
-        bounds.add("admitted_work_share", self._highest_work_share, 1.0 if limits.work else 0.0)
-
-    def room(self, tenant: str, weight: float, grant: Grant | None) -> BodyRoom:
-        """Returns room for the body of a request, of which nothing is taken yet; arguments as for ``BodyRoom``."""
-        return BodyRoom(self._rooms, tenant, weight, grant)
+        bounds.add("waiting_bodies", lambda: self.rooms.waiting, MAX_WAITING)
+        bounds.add("admitted_work_share", self._highest_work_share, float(self.limits_work))
 
     def admit(
         self, views: Sequence[ComponentView], tenant: str, weight: float, prompt_tokens: int, max_output_tokens: int
-    ) -> CountedRequest:
+    ) -> AdmittedRequest:
         """Admits a request, which then counts until it is ended. Its prompt uses the room of its body first.
 
         Args:
@@ -123,9 +140,6 @@ class OverloadBounds:
         model = self._models.get(name)
         if model is None:
             model = self._models[name] = _Model()
-        if self._limits.work:
-            model.work.most = self._limits.work * _cache_tokens(views)
-            model.slots.most = self._limits.work * _slots(views)
         room = current_room()
         size = prompt_tokens * TOKEN_BYTES
         if room is not None:
@@ -136,19 +150,27 @@ class OverloadBounds:
         if size and not self._input_bytes.try_add(tenant, weight, size):
             self._requests.remove(tenant, 1)
             raise self._refusal("prompt_bytes", "this Frontend has no room for further prompts")
-        has_slot = model.slots.try_add(tenant, weight, 1)
-        if not has_slot or not model.work.try_add(tenant, weight, work):
-            if has_slot:
-                model.slots.remove(tenant, 1)
+        if self.limits_work and not self._try_work(model, views, tenant, weight, work):
             self.end(tenant, size)
             raise self._refusal("work", "the workers of the model have more work than they can finish in time")
-        return CountedRequest(self, model, tenant, size, work)
+        return AdmittedRequest(self, model, tenant, size, work, prompt_tokens, max_output_tokens)
+
+    def _try_work(self, model: _Model, views: Sequence[ComponentView], tenant: str, weight: float, work: float) -> bool:
+        """Adds the work of a request and its slot. Returns False, and adds nothing, if there is no room for both."""
+        model.work.most = self._limits.work * _cache_tokens(views)
+        model.slots.most = self._limits.work * _slots(views)
+        if not model.slots.try_add(tenant, weight, 1):
+            return False
+        if model.work.try_add(tenant, weight, work):
+            return True
+        model.slots.remove(tenant, 1)
+        return False
 
     def end(self, tenant: str, size: int) -> None:
         """Ends a request of a tenant whose prompt takes so many bytes beside the room of its body."""
         self._requests.remove(tenant, 1)
         if size:
-            self._rooms.remove_prompt(tenant, size)
+            self.rooms.remove_prompt(tenant, size)
 
     def _highest_work_share(self) -> float:
         """Returns the part of its fuller bound the model with most work has in use, 0 to about 1."""
@@ -183,35 +205,6 @@ def _slots(views: Sequence[ComponentView]) -> int:
     return sum(slots) if all(slots) else 0
 
 
-@dataclass(slots=True, eq=False)
-class AdmittedRequest:
-    """A request counting until it is ended. End it once."""
-
-    grant: Grant | None
-    """What it takes of its caller's limits."""
-    counted: CountedRequest | None
-    """What it takes of this Frontend's bounds."""
-    prompt_tokens: int
-    max_output_tokens: int
-
-    def end(self, output_tokens: int | None, *, sent: bool, prompt_tokens: int | None = None) -> None:
-        """Ends the request.
-
-        Args:
-            output_tokens: Tokens of its output; None if their number is not known, and the maximum counts.
-            sent: Whether a worker had its prompt, which is then charged whether there was output or not.
-            prompt_tokens: Tokens of its prompt as its engine counted them, instead of an estimate; None to keep that.
-        """
-        if self.grant is not None:
-            charged = 0
-            if sent or output_tokens:
-                charged = self.prompt_tokens if prompt_tokens is None else max(0, prompt_tokens)
-            unused_output = 0 if output_tokens is None else self.max_output_tokens - output_tokens
-            self.grant.end_sequence(self.prompt_tokens - charged + unused_output)
-        if self.counted is not None:
-            self.counted.end(output_tokens or 0)
-
-
 class RequestAdmission:
     """Admits the requests of one process."""
 
@@ -222,7 +215,7 @@ class RequestAdmission:
 
     def room(self) -> BodyRoom:
         """Returns room for the body of a request of the current caller, of which nothing is taken yet."""
-        return self._bounds.room(*_share_holder(), current_grant())
+        return BodyRoom(self._bounds.rooms, *_share_holder(), current_grant())
 
     def admit(
         self,
@@ -248,16 +241,18 @@ class RequestAdmission:
             Overloaded: there is no room for it.
         """
         max_output_tokens *= sequences
-        grant = None if self._access is None else self._access.count(prompt_tokens + max_output_tokens, call)
-        admitted = AdmittedRequest(grant, None, prompt_tokens, max_output_tokens)
+        if self._access is None:
+            return self._bounds.admit(views, *_share_holder(), prompt_tokens, max_output_tokens)
+        tokens = prompt_tokens + max_output_tokens
+        grant = self._access.count(tokens, call)
         try:
-            if self._access is not None:
-                for _ in range(1, sequences):
-                    self._access.count(0, call)
-            admitted.counted = self._bounds.admit(views, *_share_holder(), prompt_tokens, max_output_tokens)
+            for _ in range(1, sequences):
+                self._access.count(0, call)
+            admitted = self._bounds.admit(views, *_share_holder(), prompt_tokens, max_output_tokens)
         except BaseException:
-            admitted.end(0, sent=False)
+            grant.end_sequence(tokens)
             raise
+        admitted.grant = grant
         return admitted
 
 

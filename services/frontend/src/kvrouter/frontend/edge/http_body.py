@@ -15,7 +15,6 @@ from kvrouter.v1.errors import BadRequest
 
 _PART_BYTES = 64 << 10
 """Least room taken for a body whose size is not known."""
-_ALL = -1
 _STEP_BYTES = 1 << 20
 """Bytes to decompress before other requests may run: about 3 ms of work."""
 _MAX_MEMBERS = 1024
@@ -48,16 +47,19 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
     body = bytearray()
     if not request.body_exists:
         return body
+    content = request.content
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding == "identity" and content.is_eof() and content.exception() is None:
+        # All of it has arrived, as most bodies have with their headers.
+        _check_size(content.total_bytes, limit)
+        await room.hold(content.total_bytes)
+        body += content.read_nowait()
+        room.is_read(len(body))
+        return body
     declared = request.content_length or 0
     _check_size(declared, limit)
-    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    inflate = None if encoding == "identity" else _Inflate(encoding)
-    upload = _Upload(request.content, idle_seconds)
-    if inflate is None and request.content.is_eof():
-        await room.hold(request.content.total_bytes)
-        body += await upload.next_part(_ALL)
-        _check_size(len(body), limit)
-    elif inflate is None:
+    upload = _Upload(content, idle_seconds)
+    if encoding == "identity":
         most = declared or limit + 1
         while not upload.at_eof:
             if room.size <= len(body):
@@ -65,6 +67,7 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
             body += await upload.next_part(max(1, room.size - len(body)))
             _check_size(len(body), limit)
     else:
+        inflate = _Inflate(encoding)
         while not upload.at_eof:
             await inflate.append(await upload.next_part(_PART_BYTES), body, room, limit)
         if not inflate.complete:
@@ -110,7 +113,7 @@ class _Upload:
         return self._content.at_eof() and self._content.exception() is None
 
     async def next_part(self, most: int) -> bytes:
-        """Returns the next part of the body, of ``most`` bytes at most, or ``_ALL`` that is there; empty at its end.
+        """Returns the next part of the body, of ``most`` bytes at most; empty at its end.
 
         Raises:
             BadRequest: the transfer is damaged.
@@ -118,7 +121,7 @@ class _Upload:
         """
         try:
             if self._content.is_eof():
-                part = self._content.read_nowait(most)  # All of it has arrived, as most bodies have with their headers.
+                part = self._content.read_nowait(most)
             else:
                 part = await self._awaited_part(most)
         except TimeoutError:
