@@ -150,11 +150,9 @@ class HttpApi:
 
     def _of_model(self, handler: _BodyHandler, limit: Callable[[], int] = lambda: _MAX_BODY_BYTES) -> Handler:
         """Returns a handler as ``_with_body``, which runs at the first model that can serve the client's name."""
+        choices = self._frontend.choices
 
-        async def handle(request: web.Request, body: bytearray) -> web.StreamResponse:
-            choices = self._frontend.choices
-            if not choices.rules:
-                return await handler(request, body)
+        async def choose(request: web.Request, body: bytearray) -> web.StreamResponse:
             named = await self._named(request, body)
             conversation = conversation_of(request, self._conversations, named.conversation_id, named.prompt_cache_key)
             models = choices.of(named.model, conversation, request.headers)
@@ -162,7 +160,7 @@ class HttpApi:
                 return await handler(request, body)
             return await choices.serve(models, lambda _: handler(request, body))
 
-        return self._with_body(handle, limit)
+        return self._with_body(lambda request, body: (choose if choices.rules else handler)(request, body), limit)
 
     async def _named(self, request: web.Request, body: bytearray) -> NamedModel | RoutedBody:
         """Returns the fields of a body that choose its model; those of a form choose none.
@@ -179,9 +177,9 @@ class HttpApi:
     def _is_json(self, request: web.Request) -> bool:
         return request.path not in self._settings.engine_routes or request.content_type != _FORM_TYPE
 
-    async def _read_routed(self, request: web.Request, body: bytearray) -> RoutedBody:
-        """Returns the fields of a body that decide where it goes."""
-        return await RoutedBody.read(
+    def _read_routed(self, request: web.Request, body: bytearray) -> Awaitable[RoutedBody]:
+        """Reads the fields of a body that decide where it goes."""
+        return RoutedBody.read(
             body,
             self._work,
             max_prompt_tokens=self._frontend.runner.limits.max_prompt_tokens,
@@ -240,7 +238,7 @@ class HttpApi:
         """Passes a request of another route on to an engine, chosen by load."""
         if self._frontend.access is not None and request.content_type == _FORM_TYPE:
             raise BadRequest("expected JSON: the fields of a form are not checked", advice="Send JSON.")
-        if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
+        if forwarded := await self._forwarded(request, body):
             return forwarded
         raise BadRequest(
             f"{request.path}: expected a model whose workers all have an OpenAI API of their own",
@@ -250,7 +248,7 @@ class HttpApi:
 
     async def chat_completions(self, request: web.Request, body: bytearray) -> web.StreamResponse:
         """Runs a chat and returns it as one response or as server-sent events."""
-        if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
+        if forwarded := await self._forwarded(request, body):
             return forwarded
         self._check_text(len(body))
         chat = await self._decoded(parse_chat, body)
@@ -262,7 +260,7 @@ class HttpApi:
         """Returns a handler running requests of another API as chats, as one response or as events."""
 
         async def handle(request: web.Request, body: bytearray) -> web.StreamResponse:
-            if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body, kind)):
+            if forwarded := await self._forwarded(request, body, kind):
                 return forwarded
             self._check_text(len(body))
 
@@ -312,7 +310,7 @@ class HttpApi:
 
     async def completions(self, request: web.Request, body: bytearray) -> web.StreamResponse:
         """Runs a completion and returns it as one response or as server-sent events."""
-        if self._frontend.models.may_forward and (forwarded := await self._forwarded(request, body)):
+        if forwarded := await self._forwarded(request, body):
             return forwarded
         completion_request = await self._parsed(request, body)
         if not completion_request.is_plain or self._frontend.models.has_text(completion_request.fields.model):
@@ -329,9 +327,9 @@ class HttpApi:
         parsed = await self._decoded(partial(self._parse, chosen=chosen_model("")), body)
         return parsed.with_fields(with_headers(parsed.fields, request, self._conversations))
 
-    async def _decoded(self, parse: Callable[[_Body], _T], body: _Body) -> _T:
+    def _decoded(self, parse: Callable[[_Body], _T], body: _Body) -> Awaitable[_T]:
         """Parses a body, a long one in a thread. A parser releases the GIL between pieces of a long prompt."""
-        return await self._work.run_body(partial(parse, body), size=len(body))
+        return self._work.run_body(partial(parse, body), size=len(body))
 
     def _parse(self, body: bytearray, chosen: str) -> CompletionRequest:
         return CompletionRequest.parse(
@@ -366,14 +364,17 @@ class HttpApi:
         A request of another ``api`` than OpenAI's chats is translated to a chat if the engines do not serve the API.
         ``routed`` are the fields that decide where it goes; None to read them from the body.
         """
+        models, access = self._frontend.models, self._frontend.access
+        if not models.may_forward or self._session is None:
+            return None
         limit = self._frontend.runner.limits.max_prompt_tokens
         read = request.pop(_ROUTED, None) if self._frontend.choices.rules else None
         routed = routed or read or await self._read_routed(request, body)
         name = routed.model
-        pools = self._frontend.models.forwards_to(chosen_model(name))
-        if not pools or self._session is None:
+        pools = models.forwards_to(chosen_model(name))
+        if not pools:
             return None
-        access, view = self._frontend.access, pools[0]
+        view = pools[0]
         conversation = conversation_of(request, self._conversations, routed.conversation_id, routed.prompt_cache_key)
         routed = routed.named(request.headers, conversation)
         sent: bytes | bytearray = body
@@ -386,10 +387,11 @@ class HttpApi:
             await self._decoded(api.check_passed, body)
         if translated is None and routed.model != name:
             sent = await self._decoded(partial(renamed, model=routed.model), body)
-        routed, passed = await permitted(access, routed, sent, path, self._work)
         if access is not None:
+            routed, sent = await permitted(access, routed, sent, path, self._work)
             check_salted(access, routed, pools)
-        routed = await routed.tokenized(self._frontend.models.texts, view.descriptor.model, max_prompt_tokens=limit)
+        routed = await routed.tokenized(models.texts, view.descriptor.model, max_prompt_tokens=limit)
+        passed = bytes(sent)
         if self._settings.forward_token_ids:
             passed = await self._with_token_ids(routed, passed, pools)
         routed_on = routed.routed_on(view)

@@ -24,6 +24,8 @@ _HEADERS = web.RequestKey("cross_origin_headers", dict[str, str])
 
 def cross_origin_headers(request: web.BaseRequest) -> dict[str, str]:
     """Returns the headers by which the response may be read at its origin; empty if it may not."""
+    if "Origin" not in request.headers:
+        return {}
     headers: dict[str, str] = request.get(_HEADERS, {})
     return headers
 

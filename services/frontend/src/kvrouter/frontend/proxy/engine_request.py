@@ -97,14 +97,14 @@ def transfer_params(response: bytes | bytearray) -> TransferParams | None:
 
 
 async def permitted(
-    access: Access | None, routed: RoutedBody, body: bytes | bytearray, path: str, work: ClientWork
+    access: Access, routed: RoutedBody, body: bytes | bytearray, path: str, work: ClientWork
 ) -> tuple[RoutedBody, bytes]:
     """Returns the fields for routing and the body for the engine, after checking the caller's permissions.
 
     The body is encoded again, so the engine reads the checked fields: each field once, its name without escapes.
 
     Args:
-        access: Authentication; None if everybody may send everything, unchanged.
+        access: Authentication.
         routed: The fields for routing.
         body: A JSON object.
         path: Path of the engine's API.
@@ -114,8 +114,6 @@ async def permitted(
         Unauthenticated, PermissionDenied: the caller may not use the model, the priority or a field.
         RateLimited, Overloaded: too much of the caller's or of all callers' work waits.
     """
-    if access is None:
-        return routed, bytes(body)
     check = partial(copy_context().run, _permitted, access, routed, body, path)
     return await work.run_body(check, size=len(body))
 

@@ -7,7 +7,7 @@ is routed on load: the engine knows more fields and contents, and refuses bad on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from functools import partial
 
 import msgspec
@@ -209,7 +209,7 @@ class RoutedBody(msgspec.Struct, frozen=True):
         return cls(model=model, token_ids=digest, is_tokenized=False)
 
     @classmethod
-    async def read(
+    def read(
         cls,
         body: bytes | bytearray,
         work: ClientWork,
@@ -217,7 +217,7 @@ class RoutedBody(msgspec.Struct, frozen=True):
         max_prompt_tokens: int,
         is_json: bool = True,
         api: type[TranslatedRequest] | None = None,
-    ) -> RoutedBody:
+    ) -> Awaitable[RoutedBody]:
         """Does the same as ``parse``, or as ``unread`` if the body is not JSON, with a long body in a thread.
 
         Parsing releases the GIL between pieces of the prompt.
@@ -228,9 +228,9 @@ class RoutedBody(msgspec.Struct, frozen=True):
         parse = partial(cls.unread, body)
         if is_json:
             parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens, api=api)
-        return await work.run_body(parse, size=len(body))
+        return work.run_body(parse, size=len(body))
 
-    async def tokenized(self, texts: TextModels | None, model: str, *, max_prompt_tokens: int) -> RoutedBody:
+    async def tokenized(self, texts: TextModels, model: str, *, max_prompt_tokens: int) -> RoutedBody:
         """Returns the body with the tokens of its prompt, as far as they can be known here. Checks those it lists.
 
         Args:
@@ -242,12 +242,12 @@ class RoutedBody(msgspec.Struct, frozen=True):
             BadRequest: the model does not have a token the body lists.
             RateLimited, Overloaded: too much text waits.
         """
-        vocabulary = 0 if texts is None else texts.vocabulary_size(model)
-        for name, token_ids in self.listed_ids.items():
-            check_vocabulary(token_ids, vocabulary, name)
-        text = None if texts is None else texts.find(model)
-        source = self.source
-        if texts is None or text is None or source is None:
+        if self.listed_ids:
+            vocabulary = texts.vocabulary_size(model)
+            for name, token_ids in self.listed_ids.items():
+                check_vocabulary(token_ids, vocabulary, name)
+        text, source = texts.find(model), self.source
+        if text is None or source is None:
             return self
         try:
             (token_ids,) = await texts.tokens(text, [source], max_prompt_tokens, salt=self.cache_salt)

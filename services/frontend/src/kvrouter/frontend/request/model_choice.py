@@ -151,10 +151,12 @@ class ModelChoices:
 
     def _is_ready(self, choice: ModelChoice) -> bool:
         try:
-            views, lora_name = self._models.resolve_all(choice.model)
-            views = of_pool(views, choice.pool)
+            serving = self._models.resolve_all(choice.model)
+            views = of_pool(serving.views, choice.pool)
         except KvRouterError:
             return False
         return any(
-            can_take(worker, _UNCONSTRAINED, lora_name) for view in views for worker in self._health.healthy(view.name)
+            can_take(worker, _UNCONSTRAINED, serving.lora_name)
+            for view in views
+            for worker in self._health.healthy(view.name)
         )

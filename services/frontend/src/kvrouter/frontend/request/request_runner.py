@@ -130,7 +130,7 @@ class RequestRunner:
                 access.enforce(
                     lambda caller: check_generation(caller, request, access.fields, access.salts), "Generate"
                 )
-            views, lora_name = self.models.resolve_all(request.model)
+            views, lora_name, _ = self.models.resolve_all(request.model)
             known_model = views[0].descriptor.model
             content = [item.hash for item in request.multimodal_hashes]
             identity = with_content(prompt, content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvrouter.engines.openai_server import is_openai_server
 from kvrouter.frontend.access.access import Access
@@ -26,6 +27,17 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 
+class Serving(NamedTuple):
+    """The components serving a model or LoRA adapter."""
+
+    views: list[ComponentView]
+    """All of them, at least one, the largest first."""
+    lora_name: str
+    """Name of the adapter; empty for a base model."""
+    forwarding: list[ComponentView]
+    """Those whose workers all have an OpenAI API, the largest first."""
+
+
 class ServedModels:
     """The registered models and LoRA adapters, as far as the caller may use them."""
 
@@ -36,7 +48,7 @@ class ServedModels:
         self._access = access
         self._derived_from: object = None
         """The registrations from which the following was derived."""
-        self._resolved: dict[str, tuple[list[ComponentView], str]] = {}
+        self._resolved: dict[str, Serving] = {}
         self._forwarding: set[ComponentName] = set()
         self._only_forwarding: set[ComponentName] = set()
 
@@ -48,13 +60,11 @@ class ServedModels:
         Raises:
             UnknownModel: no component serves it.
         """
-        views, lora_name = self.resolve_all(model)
-        return views[0], lora_name
+        serving = self.resolve_all(model)
+        return serving.views[0], serving.lora_name
 
-    def resolve_all(self, model: str) -> tuple[list[ComponentView], str]:
-        """Returns the components serving a model or LoRA adapter, and the adapter's name; empty for a base model.
-
-        If one was chosen with the model, it is that.
+    def resolve_all(self, model: str) -> Serving:
+        """Returns the components serving a model or LoRA adapter. If one was chosen with the model, it is that.
 
         Raises:
             UnknownModel: no component serves it.
@@ -83,8 +93,7 @@ class ServedModels:
 
     def forwards_to(self, model: str) -> list[ComponentView]:
         """Returns the components of a model whose workers all have an OpenAI API, the largest first."""
-        views, _ = self.resolve_all(model)
-        return [view for view in views if view.name in self._forwarding]
+        return self.resolve_all(model).forwarding
 
     def pools(self, model: str, *, forwarding: bool) -> Sequence[ComponentView]:
         """Returns the components of a model or adapter requests can be sent to; all if they can to none.
@@ -96,10 +105,10 @@ class ServedModels:
         Raises:
             UnknownModel: no component serves it (any more).
         """
-        found, _ = self._serving(model)
+        serving = self._serving(model)
         if forwarding:
-            return [view for view in found if view.name in self._forwarding] or found
-        return [view for view in found if view.name not in self._only_forwarding] or found
+            return serving.forwarding or serving.views
+        return [view for view in serving.views if view.name not in self._only_forwarding] or serving.views
 
     def engines(self, model: str) -> Sequence[WorkerRegistration]:
         """Returns the workers of a model's components that requests are forwarded to; none if they go elsewhere.
@@ -135,14 +144,21 @@ class ServedModels:
             raise NoWorkers(f"{view.name} has no live worker")
         return self.texts.get(view.descriptor.model, field)
 
-    def _serving(self, model: str) -> tuple[list[ComponentView], str]:
+    def _serving(self, model: str) -> Serving:
         """Returns the same as ``resolve_all``, whoever the caller is."""
-        components, pool = self._components(), chosen_pool()
-        resolved = self._resolved.get(model)
-        if resolved is None:
+        components = self._components()
+        serving = self._resolved.get(model)
+        if serving is None:
+            views, lora_name = resolve_model(model, components)
             # Only what is served is kept, so that clients cannot make it grow.
-            resolved = self._resolved[model] = resolve_model(model, components)
-        return (of_pool(resolved[0], pool), resolved[1]) if pool else resolved
+            serving = self._resolved[model] = Serving(views, lora_name, self._forwarding_of(views))
+        if pool := chosen_pool():
+            views = of_pool(serving.views, pool)
+            return Serving(views, serving.lora_name, self._forwarding_of(views))
+        return serving
+
+    def _forwarding_of(self, views: Sequence[ComponentView]) -> list[ComponentView]:
+        return [view for view in views if view.name in self._forwarding]
 
     def _components(self) -> Mapping[ComponentName, ComponentView]:
         """Returns the registered components. Derived values are renewed when they change."""

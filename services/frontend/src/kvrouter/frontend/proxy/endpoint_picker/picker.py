@@ -160,10 +160,8 @@ class Picker:
         if self.access is not None:
             routed, passed = await permitted(self.access, routed, body, path, self._texts.work)
             body = bytearray(passed)
-        views = self.views(routed)
-        if self.access is not None:
-            check_salted(self.access, routed, views)
-        model = views[0].descriptor.model
+            check_salted(self.access, routed, self.views(routed))
+        model = self.views(routed)[0].descriptor.model
         return await routed.tokenized(self._texts, model, max_prompt_tokens=limit), body
 
     def deaths(self, body: RoutedBody, tenant: str) -> RequestDeaths:
