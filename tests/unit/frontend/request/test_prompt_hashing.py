@@ -40,5 +40,6 @@ def test_the_token_of_multimodal_content_names_its_block_of_any_size(block_size:
 
 def test_prompts_with_other_content_are_other_prompts() -> None:
     prompt = bytes(range(8))
+    seven, eight = MultimodalHash(hash=7), MultimodalHash(hash=8)
     assert with_content(prompt, []) is prompt
-    assert len({prompt, with_content(prompt, [7]), with_content(prompt, [8]), with_content(prompt, [7, 8])}) == 4
+    assert len({prompt, *(with_content(prompt, content) for content in ([seven], [eight], [seven, eight]))}) == 4

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from kvrouter.core import Scope, local_hashes
 from kvrouter.runtime.requests import content_in_blocks
+from kvrouter.v1.common_pb2 import MultimodalHash
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.packed_pb2 import PackedPrompt, PackedWorkerPrompt
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
@@ -48,6 +49,6 @@ def hash_prompt(
     return known + local_hashes(prompt[blocks * block_size * TOKEN_BYTES :], block_size, scope, multimodal)
 
 
-def with_content(prompt: bytes, hashes: Sequence[int]) -> bytes:
+def with_content(prompt: bytes, content: Sequence[MultimodalHash]) -> bytes:
     """Returns a packed prompt with the hashes of its multimodal content at its end: equal for equal prompts only."""
-    return prompt + array("Q", hashes).tobytes() if hashes else prompt
+    return prompt + array("Q", (item.hash for item in content)).tobytes() if content else prompt

@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -24,6 +26,7 @@ from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.request.progress import (
     GENERATE,
     KeptOutput,
+    OutputComplete,
     OutputReceiver,
     Progress,
     describe_attempt,
@@ -38,7 +41,7 @@ from kvrouter.frontend.workers.failures import FAULTS, Fault, WorkerFailure
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.tracing import Kind, span
+from kvrouter.runtime.tracing import Kind, is_recording, span
 from kvrouter.v1.common_pb2 import BookingKey, KvSource, Rank, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
@@ -173,7 +176,7 @@ class Generation:
         """Counts the request as one that has ended successfully now."""
         self._model_metrics.request_seconds.observe((time.perf_counter_ns() - self._arrived_ns) / 1e9)
 
-    async def run(self, receiver: OutputReceiver, *, deadline: Deadline) -> None:
+    def run(self, receiver: OutputReceiver, *, deadline: Deadline) -> Coroutine[Any, Any, None]:
         """Runs the request to its end. Its output goes to the receiver, in one step from the worker's connection.
 
         Raises:
@@ -181,18 +184,21 @@ class Generation:
             KvRouterError: no worker could be chosen, the worker refused the request, or the worker failed and no
                 further attempt was possible.
         """
+        return self._run_traced(receiver, deadline) if is_recording() else self._run(receiver, deadline)
+
+    async def _run_traced(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         with span("generate") as request_span:
             if request_span.recording:
                 tokens, most = self._input.client_prompt_tokens, self._request.stop_conditions.max_tokens
                 request_span.set(span_attributes(self._request.model, self._operation, most, tokens))
                 request_span.set({"kvrouter.request_id": self._request_id})
             try:
-                await self._run_attempts(receiver, deadline)
+                await self._run(receiver, deadline)
             finally:
                 if request_span.recording:
                     request_span.set({"gen_ai.usage.output_tokens": self.output_tokens})
 
-    async def _run_attempts(self, receiver: OutputReceiver, deadline: Deadline) -> None:
+    async def _run(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         failure: WorkerFailure | None = None
         for attempt in itertools.count():
             await self._deaths.settle(self._workers.answers, deadline)
@@ -205,6 +211,8 @@ class Generation:
                 continue  # The next attempt uses another prefill worker, or none.
             except _TryAgain:
                 continue
+            except OutputComplete:
+                return
             if failure is None:
                 return
             with_output = self._attempt_has_output
@@ -287,8 +295,12 @@ class Generation:
         unhealthy = self._workers.health.avoided(self._input.component)
         if unhealthy or attempt:
             self._input.avoid(unhealthy, self._unserved_worker_ids)
+        prefill = self._prefill
         try:
-            selection, booking = await self._place(attempt, deadline)
+            if prefill is None or not prefill.begin():
+                selection, booking = await self._book(attempt, _WHOLE, deadline)
+            else:
+                selection, booking = await self._place(prefill, attempt, deadline)
         except (NoWorkers, AllBusy, UnknownComponent) as error:
             self._refused.add(self._input.component)
             if self._pools is not None and self._pools.others(self._refused):
@@ -319,18 +331,12 @@ class Generation:
             self._since_ns,
             kept=self._kept,
             continues=continues,
-            handover_us=None if self._prefill is None else self._prefill.handover_us,
+            handover_us=None if prefill is None else prefill.handover_us,
         )
         try:
             receiver.routed(self._routing_info(booking, selection))
-            with span(GENERATE, Kind.CLIENT) as attempt_span:
-                describe_attempt(attempt_span, booking, self._endpoint)
-                outcome: WorkerFailure | None = None
-                try:
-                    outcome = await self._run_on_worker(booking, selection, progress, deadline)
-                finally:
-                    describe_outcome(attempt_span, progress, outcome)
-                return outcome
+            running = self._run_on_worker(booking, selection, progress, deadline)
+            return await (self._trace_attempt(running, booking, progress) if is_recording() else running)
         except KvRouterError as error:
             if failure is None or not continues or progress.output_tokens:
                 raise
@@ -340,19 +346,30 @@ class Generation:
             self._first_output_ns = self._first_output_ns or progress.first_output_ns
             self._last_output_ns = progress.last_output_ns or self._last_output_ns
             progress.end()
-            if self._prefill is not None:
-                self._prefill.end(fetched=progress.output_tokens > 0)
+            if prefill is not None:
+                prefill.end(fetched=progress.output_tokens > 0)
 
-    async def _place(self, attempt: int, deadline: Deadline) -> tuple[SelectWorkerResponse, LiveBooking]:
-        """Books a rank. In a disaggregated pool, a prefill worker computes the prompt if that is worth it and succeeds.
+    async def _trace_attempt(
+        self, running: Coroutine[Any, Any, WorkerFailure | None], booking: LiveBooking, progress: Progress
+    ) -> WorkerFailure | None:
+        with span(GENERATE, Kind.CLIENT) as attempt_span:
+            describe_attempt(attempt_span, booking, self._endpoint)
+            outcome: WorkerFailure | None = None
+            try:
+                outcome = await running
+            finally:
+                describe_outcome(attempt_span, progress, outcome)
+            return outcome
+
+    async def _place(
+        self, prefill: PrefillStage, attempt: int, deadline: Deadline
+    ) -> tuple[SelectWorkerResponse, LiveBooking]:
+        """Books a rank. A prefill worker computes the prompt if that is worth it and succeeds.
 
         Raises:
             KvRouterError: no rank could be chosen.
             _Unreachable: the decode worker cannot be connected to.
         """
-        prefill = self._prefill
-        if prefill is None or not prefill.begin():
-            return await self._book(attempt, _WHOLE, deadline)
         selection, booking = await self._book(attempt, _DECODE, deadline)
         decision = selection.prefill
         if selection.HasField("prefill") and not decision.remote:

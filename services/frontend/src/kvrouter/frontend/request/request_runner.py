@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from typing import Protocol
 
 from kvrouter.frontend.access.access import Access
@@ -21,7 +20,7 @@ from kvrouter.frontend.request.gen_ai import TEXT_COMPLETION, GenAiMetrics
 from kvrouter.frontend.request.generation import Generation
 from kvrouter.frontend.request.model_pools import fitting_pools
 from kvrouter.frontend.request.prefill_stage import Disaggregation
-from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
+from kvrouter.frontend.request.progress import OutputReceiver
 from kvrouter.frontend.request.request_checks import Limits, check_request, check_vocabulary
 from kvrouter.frontend.request.served_models import RequestPools, ServedModels
 from kvrouter.frontend.schedulers.link_pool import PoolChoice, SchedulerLinks
@@ -132,8 +131,7 @@ class RequestRunner:
                 )
             views, lora_name, _ = self.models.resolve_all(request.model)
             known_model = views[0].descriptor.model
-            content = [item.hash for item in request.multimodal_hashes]
-            identity = with_content(prompt, content)
+            identity = with_content(prompt, request.multimodal_hashes)
             deaths = RequestDeaths(self.poison_prompts, _tenant_of(request), known_model, identity)
             if lora_name:
                 request.model = known_model
@@ -170,8 +168,7 @@ class RequestRunner:
                 is_estimated=is_estimated,
                 operation=operation,
             )
-            with suppress(OutputComplete):
-                await generation.run(receiver, deadline=deadline)
+            await generation.run(receiver, deadline=deadline)
             generation.observe_success()
             code = "OK"
         except KvRouterError as error:

@@ -223,10 +223,10 @@ class BookingUpdates:
             return None
         return pb.BookingUpdate(output=pb.ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
 
-    def free(self, freeing: pb.FreeRequest) -> None:
+    def free(self, name: Key, freeing: pb.FreeRequest) -> None:
         """Ends a booking, and adds the update that frees it."""
-        self._live.pop(key_of(freeing.booking), None)
-        self.add(pb.BookingUpdate(free=freeing))
+        self._live.pop(name, None)
+        self._unsent.append(pb.BookingUpdate(free=freeing))
 
     def add(self, update: pb.BookingUpdate) -> None:
         """Adds an update to those to be sent."""

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any
 
 import structlog
-from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates, LiveBooking
+from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates, Key, LiveBooking
 from kvrouter.frontend.schedulers.scheduler_choice import SchedulerChoice, SchedulerSource
 from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection
 from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
@@ -24,7 +25,7 @@ from kvrouter.net import trace_context
 from kvrouter.net.backoff import Backoff
 from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.tracing import Kind, span
+from kvrouter.runtime.tracing import Kind, is_recording, span
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey, LowerTiers, RoutingRequest
 from kvrouter.v1.errors import (
@@ -157,15 +158,16 @@ class SchedulerLink:
                 session = self._session or await self._wait_session(deadline)
                 if session is None:
                     if sent:
-                        self._release(request.booking)
+                        self._release(name, request.booking)
                     raise self._unanswered()
                 sent = True
                 try:
-                    selected = await session.answer(self._select_in(session, request, deadline), deadline)
+                    self._send_updates(session)
+                    selected = await session.answer(self._call(session, request, deadline), deadline)
                 except SelectionUnanswered:
                     if session.has_ended:
                         continue
-                    self._release(request.booking)
+                    self._release(name, request.booking)
                     raise self._unanswered() from None
                 except (NotFound, UnknownModel, NoWorkers):
                     if time.monotonic() >= self._young_until or deadline.before_answer() == 0:
@@ -180,7 +182,7 @@ class SchedulerLink:
                 return selected
         except asyncio.CancelledError:
             if sent:
-                self._release(request.booking)
+                self._release(name, request.booking)
             raise
         finally:
             self._updates.selected(name)
@@ -204,7 +206,7 @@ class SchedulerLink:
         selection = await self.select(request, deadline=deadline)
         sequences = max(1, routing.sequences)
         booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size, sequences)
-        self.keep(booking)
+        self._updates.keep(booking)
         return selection, booking
 
     async def _wait_session(self, deadline: Deadline) -> Session | None:
@@ -217,17 +219,17 @@ class SchedulerLink:
             return None
         return self._session
 
-    async def _select_in(
+    def _call(
         self, session: Session, request: pb.SelectWorkerRequest, deadline: Deadline
-    ) -> pb.SelectWorkerResponse:
-        self._send_updates(session)
+    ) -> Coroutine[Any, Any, pb.SelectWorkerResponse]:
+        """Returns the call of a selection, which has not begun."""
         remaining = deadline.remaining()
         request.session_id, request.opening_number = self._session_id, self._updates.opening_number
         if remaining is not None:
             request.time_left_ms = max(0, int(remaining * 1e3))
         limit = Deadline.after(_LONGEST_SELECTION_SECONDS)
-        with span("kvrouter.v1.SchedulerService/SelectWorker", Kind.CLIENT):
-            return await session.connection.scheduler.select_worker(request, deadline=limit)
+        call = session.connection.scheduler.select_worker(request, deadline=limit)
+        return _traced(call) if is_recording() else call
 
     def _unanswered(self) -> KvRouterError:
         if self._monitor.silent:
@@ -280,21 +282,19 @@ class SchedulerLink:
             output_tokens: Length of the output; None if that broke off, or is unknown.
             prefill_complete: Whether the prompt is computed, and ``prefill_complete`` was not called.
         """
-        self._free(
-            pb.FreeRequest(
-                booking=booking.key,
-                cached_tokens=cached_tokens,
-                lower_cached_tokens=lower_cached_tokens,
-                output_tokens=output_tokens,
-                prefill_complete=prefill_complete,
-            )
+        freeing = pb.FreeRequest(
+            booking=booking.key,
+            cached_tokens=cached_tokens,
+            lower_cached_tokens=lower_cached_tokens,
+            output_tokens=output_tokens,
+            prefill_complete=prefill_complete,
         )
+        self._updates.free(booking.name, freeing)
+        self._schedule_send()
 
-    def _release(self, key: BookingKey) -> None:
-        self._free(pb.FreeRequest(booking=key))
-
-    def _free(self, freeing: pb.FreeRequest) -> None:
-        self._updates.free(freeing)
+    def _release(self, name: Key, key: BookingKey) -> None:
+        """Frees a booking that a selection may have made."""
+        self._updates.free(name, pb.FreeRequest(booking=key))
         self._schedule_send()
 
     def _schedule_send(self) -> None:
@@ -457,3 +457,8 @@ class SchedulerLink:
                 await self._choice.changed()
             elif await self._choice.answers(*better, self._heartbeat_timeout):
                 raise _SessionEnded(f"{better[0]} is now the component's Scheduler")
+
+
+async def _traced(call: Coroutine[Any, Any, pb.SelectWorkerResponse]) -> pb.SelectWorkerResponse:
+    with span("kvrouter.v1.SchedulerService/SelectWorker", Kind.CLIENT):
+        return await call

@@ -171,7 +171,7 @@ class Picker:
             PoisonPrompt: workers died of its prompt.
         """
         model = self.views(body)[0].descriptor.model
-        content = () if body.media is None else [item.hash for item in body.media.hashes]
+        content = () if body.media is None else body.media.hashes
         prompt = with_content(body.token_ids, content)
         deaths = RequestDeaths(self._poison_prompts, tenant, model, prompt)
         deaths.check()
