@@ -285,6 +285,7 @@ async def serving_http(
             reuse_port=shared is not None,
             tls=runtime.tls,
             recognizes=None if service.access is None else service.access.recognizes,
+            posted=api.posted,
             handler_cancellation=True,
             auto_decompress=False,
             shutdown_timeout=settings.drain_seconds,

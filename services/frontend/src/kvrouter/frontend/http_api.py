@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import aiohttp
 import structlog
 from aiohttp import web
-from aiohttp.typedefs import Handler
-from kvrouter.engines.fields import CHATS, COUNT_TOKENS, MESSAGES, RESPONSES
+from aiohttp.typedefs import Handler, Middleware
+from kvrouter.engines.fields import CHATS, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
 from kvrouter.engines.routes import TAKE_TOKEN_IDS
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
@@ -23,7 +23,6 @@ from kvrouter.frontend.edge.http_errors import INTERNAL, error_body, errors_as_j
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.middlewares import (
-    add_cross_origin_headers,
     allowing,
     authenticated,
     cross_origin_headers,
@@ -101,9 +100,21 @@ class HttpApi:
         self._work = frontend.models.texts.work
         self._registry = registry
         self._metrics = metrics
+        models: dict[str, Handler] = {
+            COMPLETIONS: self._of_model(self.completions),
+            CHATS: self._of_model(self.chat_completions, self._max_chat_bytes),
+            MESSAGES: self._of_model(self._translating(MessagesRequest), self._max_chat_bytes),
+            RESPONSES: self._of_model(self._translating(ResponsesRequest), self._max_chat_bytes),
+            **{path: self._of_model(self.passed_on) for path in self._settings.engine_routes},
+            COUNT_TOKENS: self._of_model(self.count_tokens, self._max_chat_bytes),
+        }
+        self._middlewares = self._in_order(models)
+        self.posted = {path: reduce(_within, reversed(self._middlewares), handler) for path, handler in models.items()}
+        """Handlers of the POST requests to models by path, within all middlewares."""
+        self._models = models
 
-    def application(self) -> web.Application:
-        """Returns the application with all routes."""
+    def _in_order(self, models: Collection[str]) -> list[Middleware]:
+        """Returns the middlewares, the first one first. ``models`` are the paths of requests to models."""
         origins = self._settings.cors_origins
         middlewares = [allowing(origins)] if origins else []
         middlewares.append(errors_as_json(self._frontend.runner.metrics.http_errors))
@@ -111,22 +122,20 @@ class HttpApi:
             open_paths = {"/health", *(PUBLIC_PATHS if self._page else ())}
             middlewares.append(authenticated(self._frontend.access, open_paths))
         # Last, so that clients that are refused start no trace.
-        middlewares.append(traced)
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
+        middlewares.append(traced(models))
+        return middlewares
+
+    def application(self) -> web.Application:
+        """Returns the application with all routes."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=self._middlewares)
         app.cleanup_ctx.append(self._connected)
-        app.on_response_prepare.append(add_cross_origin_headers)
         app.add_routes(
             [
                 web.get("/health", self.health),
                 web.get("/metrics", self.metrics),
                 web.get("/v1/models", self.models),
                 web.get("/v1/models/{model:.+}", self.model),
-                web.post("/v1/completions", self._of_model(self.completions)),
-                web.post("/v1/chat/completions", self._of_model(self.chat_completions, self._max_chat_bytes)),
-                web.post(MESSAGES, self._of_model(self._translating(MessagesRequest), self._max_chat_bytes)),
-                web.post(RESPONSES, self._of_model(self._translating(ResponsesRequest), self._max_chat_bytes)),
-                *(web.post(path, self._of_model(self.passed_on)) for path in self._settings.engine_routes),
-                web.post(COUNT_TOKENS, self._of_model(self.count_tokens, self._max_chat_bytes)),
+                *(web.post(path, handler) for path, handler in self._models.items()),
                 web.get("/busy_threshold", self.list_busy_thresholds),
                 web.post("/busy_threshold", self._with_body(self.set_busy_threshold, lambda: MAX_FIELDS_BYTES)),
                 *self._page,
@@ -468,6 +477,10 @@ class HttpApi:
             stream,
             lambda: self._frontend.runner.run(generate, prompt, stream, deadline=Deadline.never()),
         )
+
+
+def _within(handler: Handler, middleware: Middleware) -> Handler:
+    return partial(middleware, handler=handler)
 
 
 async def _streamed(

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from kvrouter.net.budgets import TokenBucket
 from kvrouter.net.rpc.loop_server import BindFailed
 from kvrouter.net.tls import Tls, warn_if_exposed
@@ -70,6 +72,7 @@ async def serving_http(
     reuse_port: bool = False,
     tls: Tls | None = None,
     recognizes: Callable[[bytes], bool] | None = None,
+    posted: Mapping[str, Handler] = MappingProxyType({}),
     **options: Any,
 ) -> AsyncIterator[tuple[str, int]]:
     """Serves an application while the context lasts; yields the host and port it listens on.
@@ -86,6 +89,7 @@ async def serving_http(
         recognizes: Returns whether the beginning of a request shows a valid credential, whose limits leave room for
             it. Connections are strangers then, until a request is admitted (``note_admitted``); None if there are no
             strangers.
+        posted: Handlers of POST requests by path. They get these without the application's router and middlewares.
         options: Options of ``aiohttp.web.AppRunner``.
 
     Raises:
@@ -93,13 +97,13 @@ async def serving_http(
     """
     connections = _Connections(limits, registry, name, recognizes)
     warn_if_exposed(f"{host or '*'}:{port}", tls)
-    application.middlewares.insert(0, connections.follow_request)
     options["access_log"] = None
     runner = web.AppRunner(application, **options)
     await runner.setup()
     try:
         handlers = runner.server
         assert handlers is not None  # noqa: S101 - set up above
+        handlers.request_handler = cast(Any, connections.following(handlers.request_handler, posted))
         loop = asyncio.get_running_loop()
         of_handlers = {name: value for name, value in options.items() if name not in _OF_SERVER}
         try:
@@ -195,23 +199,32 @@ class _Connections:
         self.remove(oldest)
         return True
 
-    @web.middleware
-    async def follow_request(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Marks the connection as busy while it serves a request."""
-        protocol = request.protocol
-        connection = self._by_handler.get(protocol)
-        if connection is None:
-            return await handler(request)
-        self._end_waiting(connection)
-        connection.begin_request()
-        try:
-            return await handler(request)
-        finally:
-            connection.end_request(drops_body=not request.content.is_eof())
-            if protocol in self._by_handler:
-                self._wait(connection)
+    def following(self, handles: Handler, posted: Mapping[str, Handler]) -> Handler:
+        """Returns the handler of all requests. It marks a connection as busy while it serves one.
+
+        Args:
+            handles: The application.
+            posted: Handlers of POST requests by path.
+        """
+
+        async def follow(request: web.Request) -> web.StreamResponse:
+            protocol, handler = request.protocol, handles
+            # The application decides about an expectation of the client before its body is read.
+            if request.method == "POST" and "Expect" not in request.headers:
+                handler = posted.get(request.rel_url.raw_path, handles)
+            connection = self._by_handler.get(protocol)
+            if connection is None:
+                return await handler(request)
+            self._end_waiting(connection)
+            connection.begin_request()
+            try:
+                return await handler(request)
+            finally:
+                connection.end_request(drops_body=not request.content.is_eof())
+                if protocol in self._by_handler:
+                    self._wait(connection)
+
+        return follow
 
 
 class _Connection(asyncio.Protocol):

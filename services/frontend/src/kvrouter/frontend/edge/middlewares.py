@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Awaitable, Collection, Set
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -38,7 +38,7 @@ def allowing(origins: Collection[str]) -> Middleware:
         origin = request.headers.get("Origin", "")
         if not origin or (ANY not in origins and origin not in origins):
             return await handler(request)
-        request[_HEADERS] = {
+        request[_HEADERS] = headers = {
             "Access-Control-Allow-Origin": origin,
             "Access-Control-Expose-Headers": _EXPOSED,
             "Vary": "Origin",
@@ -49,28 +49,34 @@ def allowing(origins: Collection[str]) -> Middleware:
                 "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", ""),
                 "Access-Control-Max-Age": str(_MAX_AGE_SECONDS),
             }
-            return web.Response(status=204, headers=answer)
-        return await handler(request)
+            return web.Response(status=204, headers=answer | headers)
+        response = await handler(request)
+        response.headers.update(headers)
+        return response
 
     return allow
 
 
-async def add_cross_origin_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Adds the headers to a response before it begins."""
-    response.headers.update(cross_origin_headers(request))
+def traced(models: Collection[str]) -> Middleware:
+    """Returns the middleware tracing requests for tokens, in the trace of the client if it has sent its context.
+
+    ``models`` are the paths of requests to models.
+    """
+
+    @web.middleware
+    def trace(request: web.Request, handler: Handler) -> Awaitable[web.StreamResponse]:
+        headers = request.headers
+        is_traced = trace_context.HEADER in headers or is_recording() or trace_context.BAGGAGE_HEADER in headers
+        if not is_traced or request.method != "POST" or not request.path.startswith("/v1/"):
+            return handler(request)
+        return _traced(request, handler, f"POST {request.path}" if request.path in models else "POST")
+
+    return trace
 
 
-@web.middleware
-async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Traces requests for tokens, in the trace of the client if it has sent its context."""
+async def _traced(request: web.Request, handler: Handler, name: str) -> web.StreamResponse:
     headers = request.headers
-    received = headers.get(trace_context.HEADER, "")
-    is_traced = received or is_recording() or trace_context.BAGGAGE_HEADER in headers
-    if not is_traced or request.method != "POST" or not request.path.startswith("/v1/"):
-        return await handler(request)
-    route = request.match_info.route.resource
-    name = "POST" if route is None else f"POST {route.canonical}"
-    traceparent = trace_context.checked(received)
+    traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
     companions = trace_context.checked_companions(
         traceparent, headers.getall(trace_context.STATE_HEADER, ()), headers.getall(trace_context.BAGGAGE_HEADER, ())
     )
