@@ -68,9 +68,9 @@ def test_a_worker_that_stops_and_refuses_connections_keeps_its_requests() -> Non
     for views in (stopping, components({2: "b:1"})):  # It signs off at last.
         found.update(views)
         found.missed("a:1", is_unreachable=True)
-        assert not call.should_leave
+        assert not call.worker.should_be_left
     miss(found, "a:1", 5)
-    assert call.is_suspected, "it does not even refuse connections"
+    assert call.worker.suspected, "it does not even refuse connections"
     found.missed("b:1", is_unreachable=True)
     assert found.suspected == 2
 
@@ -175,7 +175,7 @@ def test_a_worker_that_left_is_known_until_its_last_call_has_ended() -> None:
     found.update(components({2: "b:1"}))
     assert set(found.endpoints()) == {"a:1", "b:1"}
     miss(found, "a:1", 5)
-    assert call.is_suspected
+    assert call.worker.suspected
     assert not found.avoided(POOL)
     call.end()
     assert set(found.endpoints()) == {"b:1"}

@@ -284,7 +284,8 @@ def requested_id(headers: Mapping[str, str]) -> str:
         BadRequest: it has control characters or is not UTF-8, or it is too long.
     """
     request_id = headers.get(REQUEST_ID_HEADER, "")
-    check_request_id(request_id, MAX_REQUEST_ID_BYTES, REQUEST_ID_HEADER)
+    if request_id:
+        check_request_id(request_id, MAX_REQUEST_ID_BYTES, REQUEST_ID_HEADER)
     return request_id
 
 

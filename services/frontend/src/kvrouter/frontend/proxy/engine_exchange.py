@@ -113,14 +113,15 @@ class EngineAnswer:
 
     def arrived(self) -> bool:
         """Gives on what was added. Returns False if too much of it is unread."""
-        if self._unread and not self._passes_at_once():
-            self._wake()
+        waiting = self._waiting
+        if waiting is not None and self._unread and not waiting.done() and not self._passes_at_once(waiting):
+            waiting.set_result(None)
         return self._unread_bytes <= _MAX_UNREAD_BYTES
 
-    def _passes_at_once(self) -> bool:
+    def _passes_at_once(self, waiting: asyncio.Future[None]) -> bool:
         """Passes on what has arrived if ``pass_on`` waits for it. Returns False if a task must do that."""
-        waiting, client = self._waiting, self._client
-        if self._pass is None or waiting is None or waiting.done() or (client is not None and client.is_full):
+        client = self._client
+        if self._pass is None or (client is not None and client.is_full):
             return False
         if not self._budget.take(_PART_US + self._unread_bytes // _BYTES_PER_US):
             return False
@@ -142,9 +143,6 @@ class EngineAnswer:
         """Takes the end of the body, or the error that ended it."""
         self._is_complete = error is None
         self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 

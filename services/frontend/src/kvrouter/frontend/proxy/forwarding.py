@@ -188,7 +188,8 @@ class EngineCalls:
         params = request.transfer_params if request.HasField("transfer_params") else None
         body = prefill_body(self._body, params) if is_prefill else decode_body(self._body, params)
         read = self._read_prefill if is_prefill else self._pass_on
-        attempt.start(lambda receiver: asyncio.create_task(self._call(worker, dispatch, body, read, receiver)))
+        loop = asyncio.get_running_loop()
+        attempt.start(lambda receiver: loop.create_task(self._call(worker, dispatch, body, read, receiver)))
         return attempt
 
     async def answers(self, endpoint: str) -> bool:

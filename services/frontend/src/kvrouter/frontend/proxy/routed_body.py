@@ -149,12 +149,11 @@ class RoutedBody(msgspec.Struct, frozen=True):
             conversation_id=_text(fields.conversation_id),
             prompt_cache_key=_text(fields.prompt_cache_key),
         )
-        prompt = given(fields.prompt)
+        prompt, is_rendered = given(fields.prompt), fields.is_rendered_by_engine
         if _TOKEN_LIST.match(prompt):
             token_ids = Prompt.parse(prompt, limit=max_prompt_tokens).token_ids
             listed = {"prompt": token_ids} | read_token_lists(fields, max_prompt_tokens, "stop_token_ids")
-            is_tokenized = not fields.is_rendered_by_engine
-            return replace(parsed, token_ids=token_ids, is_tokenized=is_tokenized, listed_ids=listed)
+            return replace(parsed, token_ids=token_ids, is_tokenized=not is_rendered, listed_ids=listed)
         listed = read_token_lists(fields, max_prompt_tokens, "prompt", "input", "stop_token_ids")
         source: PromptSource | None = None
         media: PromptMedia | None = None
@@ -162,10 +161,10 @@ class RoutedBody(msgspec.Struct, frozen=True):
         if api is not None:
             media = PromptMedia()
             source, content = TranslatedPrompt(body, api, media), content or given(fields.input)
-        elif not fields.is_rendered_by_engine and prompt:
+        elif not is_rendered and prompt:
             source = PassedText(fields)
             parsed = replace(parsed, is_one_text=prompt.startswith(b'"') and not fields.needs_text)
-        elif not fields.is_rendered_by_engine and content:
+        elif not is_rendered and content:
             media = PromptMedia(bytes(fields.media_io_kwargs) + bytes(fields.mm_processor_kwargs))
             source = PassedChat(fields, media)
         token_ids = _stand_in(content, max_prompt_tokens)

@@ -466,7 +466,7 @@ class Generation:
             self._prefill.watch(attempt.fail)
         try:
             outcome = await attempt.ended
-            if attempt.is_unattributed and (self._prefill is None or not await self._prefill.is_lost()):
+            if attempt.unattributed is not None and (self._prefill is None or not await self._prefill.is_lost()):
                 attempt.blame()
         finally:
             if (fate := attempt.unanswered()) is not None:

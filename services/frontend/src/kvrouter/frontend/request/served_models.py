@@ -46,7 +46,7 @@ class ServedModels:
         """Tokenizers and chat templates."""
         self._directory = directory
         self._access = access
-        self._derived_from: object = None
+        self._derived_from: Mapping[ComponentName, ComponentView] = {}
         """The registrations from which the following was derived."""
         self._resolved: dict[str, Serving] = {}
         self._forwarding: set[ComponentName] = set()
@@ -88,7 +88,8 @@ class ServedModels:
     @property
     def may_forward(self) -> bool:
         """Whether all workers of some model have an OpenAI API of their own."""
-        self._components()
+        if self._directory.components is not self._derived_from:
+            self._derive()
         return bool(self._forwarding)
 
     def forwards_to(self, model: str) -> list[ComponentView]:
@@ -115,7 +116,9 @@ class ServedModels:
 
         Permissions are not checked.
         """
-        views = [view for view in self._components().values() if view.descriptor.model == model]
+        if not self.may_forward:
+            return []
+        views = [view for view in self._derived_from.values() if view.descriptor.model == model]
         return [each for view in views if view.name in self._forwarding for each in view.workers.values()]
 
     def worker_at(self, endpoint: str) -> WorkerRegistration | None:
@@ -146,10 +149,11 @@ class ServedModels:
 
     def _serving(self, model: str) -> Serving:
         """Returns the same as ``resolve_all``, whoever the caller is."""
-        components = self._components()
+        if self._directory.components is not self._derived_from:
+            self._derive()
         serving = self._resolved.get(model)
         if serving is None:
-            views, lora_name = resolve_model(model, components)
+            views, lora_name = resolve_model(model, self._derived_from)
             # Only what is served is kept, so that clients cannot make it grow.
             serving = self._resolved[model] = Serving(views, lora_name, self._forwarding_of(views))
         if pool := chosen_pool():
@@ -160,21 +164,18 @@ class ServedModels:
     def _forwarding_of(self, views: Sequence[ComponentView]) -> list[ComponentView]:
         return [view for view in views if view.name in self._forwarding]
 
-    def _components(self) -> Mapping[ComponentName, ComponentView]:
-        """Returns the registered components. Derived values are renewed when they change."""
-        components = self._directory.components
-        if components is not self._derived_from:
-            self._derived_from = components
-            self._resolved = {}
-            self._forwarding = {
-                name
-                for name, view in components.items()
-                if view.workers and all(worker.openai_endpoint for worker in view.workers.values())
-            }
-            self._only_forwarding = {
-                name for name in self._forwarding if all(map(is_openai_server, components[name].workers.values()))
-            }
-        return components
+    def _derive(self) -> None:
+        """Renews all that is derived from the registrations, since they have changed."""
+        self._derived_from = components = self._directory.components
+        self._resolved = {}
+        self._forwarding = {
+            name
+            for name, view in components.items()
+            if view.workers and all(worker.openai_endpoint for worker in view.workers.values())
+        }
+        self._only_forwarding = {
+            name for name in self._forwarding if all(map(is_openai_server, components[name].workers.values()))
+        }
 
 
 @dataclass(slots=True, eq=False)

@@ -104,7 +104,8 @@ class WorkerAttempt:
         self._metrics = metrics
         self._max_tokens = dispatch.request.stop_conditions.max_tokens if max_tokens is None else max_tokens
         self._limit = OutputLimit(self._max_tokens)
-        self._unattributed: WorkerFailure | None = None
+        self.unattributed: WorkerFailure | None = None
+        """How it failed, if that is not certainly its worker's fault."""
         self._missed_to_leave = 0
         """Number of missed probes at which a suspected worker is left."""
         self._call: RunningCall | None = None
@@ -132,22 +133,17 @@ class WorkerAttempt:
 
         Returns None for any other worker.
         """
-        if not self._health.missed_probes:
+        if not self._health.worker.missed:
             return None
         ended = self.ended
         timed_out = ended.done() and not ended.cancelled() and isinstance(ended.result(), DeadlineExceeded)
         return self._health.fate() if timed_out or not self._over else None
 
-    @property
-    def is_unattributed(self) -> bool:
-        """Whether it failed, and not certainly by its worker's fault."""
-        return self._unattributed is not None
-
     def blame(self) -> None:
         """Counts a failure against the worker not attributed yet."""
-        if self._unattributed is not None:
-            self._health.failed(self._unattributed)
-            self._unattributed = None
+        if self.unattributed is not None:
+            self._health.failed(self.unattributed)
+            self.unattributed = None
 
     def fail(self, error: Exception) -> bool:
         """Ends the attempt with an error that is not its worker's, unless it has output. Returns whether it did."""
@@ -256,22 +252,21 @@ class WorkerAttempt:
         self._end(error.untraced() if isinstance(error, KvRouterError) else error)
 
     def _wait_for_output(self) -> None:
-        self._missed_to_leave = self._health.missed_probes + self._dispatch.stays_a_probe
+        self._missed_to_leave = self._health.worker.missed + self._dispatch.stays_a_probe
         self._leave_if_needed()
 
     def _leave_if_needed(self) -> None:
-        health = self._health
-        if self._over or not health.should_leave:
+        health, worker = self._health, self._health.worker
+        if self._over or not worker.should_be_left:
             return
-        missed = health.missed_probes
         if health.is_lost and self._may_leave("lost"):
             self._leave("lost", "is lost: its registration has ended, and it does not answer")
         elif health.is_stalled and self._may_leave("stalled"):
             self._leave("stalled", "generates nothing any more")
         elif health.is_leaving and self._may_leave("drained"):
             self._end(WorkerFailure(self._worker_id, "drained", f"worker {self._worker_id} is being drained"))
-        elif health.is_suspected and missed >= self._missed_to_leave and self._may_leave("silent"):
-            self._leave("silent", f"stopped answering: it missed {missed} probes in a row")
+        elif worker.suspected and worker.missed >= self._missed_to_leave and self._may_leave("silent"):
+            self._leave("silent", f"stopped answering: it missed {worker.missed} probes in a row")
 
     def _leave(self, cause: str, what: str) -> None:
         """Ends the attempt at a worker that does not go on with it.
@@ -317,10 +312,10 @@ class WorkerAttempt:
             fate = None if not_sent or error.code in _HARMLESS else self._health.fate(connection_lost=died)
             failure = self._note(error.code.name, f"failed with {error.code.name}: {error.message}")
             return replace(failure, outcome_unknown=unknown, not_sent=not_sent, fate=fate)
-        if fault is Fault.DEADLINE and self._health.is_suspected:
-            missed = self._health.missed_probes
+        worker = self._health.worker
+        if fault is Fault.DEADLINE and worker.suspected:
             return DeadlineExceeded(
-                f"the deadline has passed; worker {self._worker_id} has missed {missed} probes in a row"
+                f"the deadline has passed; worker {self._worker_id} has missed {worker.missed} probes in a row"
             )
         return error.untraced()
 
@@ -329,7 +324,7 @@ class WorkerAttempt:
         failure = WorkerFailure(self._worker_id, cause, f"worker {self._worker_id} {what}", fate=fate)
         self._metrics.worker_failures.labels(cause=cause).inc()
         if self._dispatch.shares_blame and not self._has_output:
-            self._unattributed = failure
+            self.unattributed = failure
         else:
             self._health.failed(failure)
         return failure

@@ -162,8 +162,7 @@ class WorkerHealth:
 
     def recovered(self, worker: ObservedWorker) -> None:
         """Records that a worker serves requests, so those that left it know that it lives."""
-        if worker.fate is not None:
-            self._resolve(worker, died=False)
+        self._resolve(worker, died=False)
 
     def endpoints(self) -> KeysView[str]:
         """Returns the addresses of all workers, including those that left with calls still running."""

@@ -215,8 +215,8 @@ class WorkerCall:
     """A running Generate call, as far as its worker's health is concerned."""
 
     def __init__(self, health: WorkerHealth, worker: ObservedWorker, now: float, prompt_tokens: int | None) -> None:
+        self.worker = worker
         self._health = health
-        self._worker = worker
         self._is_trial = worker.circuit.began(now)
         worker.calls += 1
         self._stalls_before = worker.stalls
@@ -226,19 +226,9 @@ class WorkerCall:
             self._monitored = worker.detector.began(prompt_tokens, now)
 
     @property
-    def should_leave(self) -> bool:
-        """Whether there may be a reason to leave the worker."""
-        return self._worker.should_be_left
-
-    @property
-    def is_suspected(self) -> bool:
-        """Whether the worker is suspected."""
-        return self._worker.suspected
-
-    @property
     def is_stalled(self) -> bool:
         """Whether the worker has stalled since the call began, and still is."""
-        return self._worker.stalled and self._worker.stalls > self._stalls_before
+        return self.worker.stalled and self.worker.stalls > self._stalls_before
 
     @property
     def is_leaving(self) -> bool:
@@ -247,25 +237,20 @@ class WorkerCall:
         One coming to a drained worker stays until an interval ends: its Scheduler may have learned before this
         Frontend about the end of the drain.
         """
-        return self._worker.leaving and self._worker.leaving_intervals > self._leaving_before
+        return self.worker.leaving and self.worker.leaving_intervals > self._leaving_before
 
     @property
     def is_lost(self) -> bool:
         """Whether the worker's lease has ended while it did not answer, and it was not draining."""
-        return self._worker.is_lost and not self._worker.is_draining
+        return self.worker.is_lost and not self.worker.is_draining
 
     def fate(self, *, connection_lost: bool = False) -> WorkerFate | None:
         """Returns the fate of the worker, which the request leaves, or which fails it; None if it is draining."""
-        return self._health.death_of(self._worker) if connection_lost else self._health.fate_of(self._worker)
-
-    @property
-    def missed_probes(self) -> int:
-        """Consecutive probes the worker has not answered."""
-        return self._worker.missed
+        return self._health.death_of(self.worker) if connection_lost else self._health.fate_of(self.worker)
 
     def heard(self) -> None:
         """Records that the worker sent something."""
-        worker = self._worker
+        worker = self.worker
         worker.heard = True
         if worker.detector is not None:
             worker.detector.pieces += 1
@@ -274,26 +259,30 @@ class WorkerCall:
 
     def responded(self) -> None:
         """Records the first output."""
-        self._health.recovered(self._worker)
-        if self._monitored is not None and self._worker.detector is not None:
-            self._worker.detector.first_output(self._monitored, self._health.now())
-        if not self._worker.circuit.is_closed:
-            self._worker.stalled = False
-            self._worker.circuit.responded()
-            log.info("worker.back_off_ended", endpoint=self._worker.endpoint, workers=ids_of(self._worker))
-            self._health.reclassify(self._worker)
+        worker = self.worker
+        if worker.fate is not None:
+            self._health.recovered(worker)
+        if self._monitored is not None and worker.detector is not None:
+            worker.detector.first_output(self._monitored, self._health.now())
+        if not worker.circuit.is_closed:
+            worker.stalled = False
+            worker.circuit.responded()
+            log.info("worker.back_off_ended", endpoint=worker.endpoint, workers=ids_of(worker))
+            self._health.reclassify(worker)
 
     def completed(self) -> None:
         """Records that the response is complete."""
-        self._health.recovered(self._worker)
-        self._worker.last_failure = ""
-        if self._worker.circuit.failures:
-            self._worker.circuit.completed()
-            self._health.reclassify(self._worker)
+        worker = self.worker
+        if worker.fate is not None:
+            self._health.recovered(worker)
+        worker.last_failure = ""
+        if worker.circuit.failures:
+            worker.circuit.completed()
+            self._health.reclassify(worker)
 
     def failed(self, failure: WorkerFailure) -> None:
         """Records a failure that is the worker's fault."""
-        worker, circuit, now = self._worker, self._worker.circuit, self._health.now()
+        worker, circuit, now = self.worker, self.worker.circuit, self._health.now()
         worker.last_failure = failure.message[:_MAX_FAILURE_TEXT]
         failures = circuit.failures
         circuit.failed(now)
@@ -311,14 +300,16 @@ class WorkerCall:
 
     def watch(self, reconsider: Callable[[], None]) -> None:
         """Calls a function whenever the request may have to leave the worker, until ``end``."""
-        self._worker.waiting[self] = reconsider
+        self.worker.waiting[self] = reconsider
 
     def end(self) -> None:
         """Records the end of the call, however it ended."""
-        self._worker.waiting.pop(self, None)
-        self._worker.calls -= 1
-        if self._monitored is not None and self._worker.detector is not None:
-            self._worker.detector.ended(self._monitored)
+        worker = self.worker
+        worker.waiting.pop(self, None)
+        worker.calls -= 1
+        if self._monitored is not None and worker.detector is not None:
+            worker.detector.ended(self._monitored)
         if self._is_trial:
-            self._worker.circuit.trial_ended()
-        self._health.forget_if_gone(self._worker)
+            worker.circuit.trial_ended()
+        if not worker.registered:
+            self._health.forget_if_gone(worker)

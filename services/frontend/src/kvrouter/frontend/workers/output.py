@@ -162,7 +162,8 @@ class OutputLimit:
 
     def cut(self, output: DetailedOutput) -> DetailedOutput:
         """Returns the piece unchanged, or if it exceeds the limit, its first part with finish reason LENGTH."""
-        if self.admits(output.tokens):
+        if output.tokens <= self._left:
+            self._left -= output.tokens
             return output
         self.overrun = True
         kept, self._left = self._left, 0
