@@ -5,23 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from kvrouter.frontend.schedulers.session import FirstStep
-
-
-async def test_a_call_that_does_not_wait_has_its_result_at_once() -> None:
-    async def call() -> int:
-        return 7
-
-    first = FirstStep(call())
-    assert (first.waits, first.result) == (False, 7)
-
-
-async def test_an_error_of_the_first_step_is_raised_at_once() -> None:
-    async def call() -> int:
-        raise ValueError("expected")
-
-    with pytest.raises(ValueError, match="expected"):
-        FirstStep(call())
+from kvrouter.frontend.schedulers.session import rest_of
 
 
 async def test_a_call_that_waits_goes_on_where_it_is_awaited() -> None:
@@ -31,10 +15,10 @@ async def test_a_call_that_waits_goes_on_where_it_is_awaited() -> None:
         await asyncio.sleep(0)
         return await answer + await answer
 
-    first = FirstStep(call())
-    assert first.waits
+    waiting = call()
+    first = waiting.send(None)
     answer.set_result(3)
-    assert await first.rest() == 6
+    assert await rest_of(waiting, first) == 6
 
 
 async def test_what_fails_while_a_call_waits_is_raised_in_it() -> None:
@@ -48,9 +32,10 @@ async def test_what_fails_while_a_call_waits_is_raised_in_it() -> None:
             return "handled"
         return "not reached"
 
-    first = FirstStep(call())
+    waiting = call()
+    first = waiting.send(None)
     answer.set_exception(KeyError())
-    assert await first.rest() == "handled"
+    assert await rest_of(waiting, first) == "handled"
 
 
 async def test_a_cancellation_reaches_the_call_that_waits() -> None:
@@ -63,7 +48,8 @@ async def test_a_cancellation_reaches_the_call_that_waits() -> None:
             ended.append(True)
 
     async def caller() -> None:
-        await FirstStep(call()).rest()
+        waiting = call()
+        await rest_of(waiting, waiting.send(None))
 
     task = asyncio.create_task(caller())
     await asyncio.sleep(0)

@@ -328,7 +328,7 @@ class HttpApi:
             return await self._stream(request, completion_request)
         completion = WholeCompletion(completion_request)
         await self._frontend.runner.run(
-            completion_request.to_generate(), completion_request.prompt.token_ids, completion, deadline=Deadline.never()
+            completion_request.to_generate(), completion_request.prompt.token_ids, completion
         )
         return self._whole(request, completion.body(), completion.frame.headers)
 
@@ -380,12 +380,13 @@ class HttpApi:
         read = request.pop(_ROUTED, None) if self._frontend.choices.rules else None
         routed = routed or read or await self._read_routed(request, body)
         name = routed.model
-        pools = models.forwards_to(chosen_model(name))
+        model = chosen_model(name)
+        pools = models.forwards_to(model)
         if not pools:
             return None
         view = pools[0]
         conversation = conversation_of(request, self._conversations, routed.conversation_id, routed.prompt_cache_key)
-        routed = routed.named(request.headers, conversation)
+        routed = routed.named(model, request.headers, conversation)
         sent: bytes | bytearray = body
         translated, path = None, request.path
         if api is not None and not serves_itself(access, api.path, pools):
@@ -394,8 +395,8 @@ class HttpApi:
             path = CHATS
         elif api is not None:
             await self._decoded(api.check_passed, body)
-        if translated is None and routed.model != name:
-            sent = await self._decoded(partial(renamed, model=routed.model), body)
+        if translated is None and model != name:
+            sent = await self._decoded(partial(renamed, model=model), body)
         if access is not None:
             routed, sent = await permitted(access, routed, sent, path, self._work)
             check_salted(access, routed, pools)
@@ -423,7 +424,7 @@ class HttpApi:
         generate = generate_request(routed, checked_request_id(request), pools)
         run = self._frontend.runner.run
         try:
-            await run(generate, routed.token_ids, response, deadline=Deadline.never(), through=calls)
+            await run(generate, routed.token_ids, response, through=calls)
             await response.end()
         except KvRouterError as error:
             if not response.has_begun:
@@ -475,7 +476,7 @@ class HttpApi:
             request,
             events,
             stream,
-            lambda: self._frontend.runner.run(generate, prompt, stream, deadline=Deadline.never()),
+            lambda: self._frontend.runner.run(generate, prompt, stream),
         )
 
 

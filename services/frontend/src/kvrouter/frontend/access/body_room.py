@@ -52,15 +52,18 @@ class BodyRooms:
         """Number of bodies waiting for room."""
         return len(self._waiting)
 
-    async def take(self, room: BodyRoom, amount: int) -> None:
-        """Takes further room for a body.
+    def try_take(self, room: BodyRoom, amount: int) -> bool:
+        """Takes further room for a body. Returns False if there is none, or if earlier bodies of its holder wait."""
+        if self._waiting and any(each.room.holder == room.holder for each in self._waiting):
+            return False
+        return self._try(room, amount)
+
+    async def wait(self, room: BodyRoom, amount: int) -> None:
+        """Takes further room for a body as soon as there is some.
 
         Raises:
             Overloaded: there is none in time, or too many bodies wait.
         """
-        waits = self._waiting and any(each.room.holder == room.holder for each in self._waiting)
-        if not waits and self._try(room, amount):
-            return
         if len(self._waiting) >= MAX_WAITING:
             raise self._refusal("too many bodies of requests wait for room")
         waiting = _Waiting(room, amount, asyncio.get_running_loop().create_future())
@@ -176,8 +179,9 @@ class BodyRoom:
         Raises:
             Overloaded: there is none in time.
         """
-        if size > self.size:
-            await self._rooms.take(self, size - self.size)
+        amount = size - self.size
+        if amount > 0 and not self._rooms.try_take(self, amount):
+            await self._rooms.wait(self, amount)
 
     def is_read(self, size: int) -> None:
         """Notes that the whole body has so many bytes, and gives the rest of its room back."""

@@ -17,7 +17,6 @@ from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
-from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError
 
@@ -115,12 +114,12 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
         runs.append((generate, prompt, choice))
     operation = CHAT if request.is_chat else TEXT_COMPLETION
     if len(runs) == 1:
-        await runner.run(*runs[0], deadline=Deadline.never(), operation=operation)
+        await runner.run(*runs[0], operation=operation)
         return
     try:
         async with asyncio.TaskGroup() as group:
             for run in runs:
-                group.create_task(runner.run(*run, deadline=Deadline.never(), operation=operation))
+                group.create_task(runner.run(*run, operation=operation))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
 

@@ -20,7 +20,6 @@ from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest, shallow
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.proxy.routed_fields import PassedChat, PassedText, given, read_fields, read_token_lists
-from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.request.request_checks import check_vocabulary
 from kvrouter.frontend.text.client_work import LONG_BODY_BYTES, ClientWork
 from kvrouter.frontend.text.model_text import PromptSource
@@ -103,14 +102,14 @@ class RoutedBody(msgspec.Struct, frozen=True):
         """Whether only the engine knows the number of prompt tokens for certain."""
         return not self.is_tokenized or bool(self.media)
 
-    def named(self, headers: Mapping[str, str], session: str) -> RoutedBody:
-        """Returns the body with the rank that headers name, its session, and the model chosen for the client's name.
+    def named(self, model: str, headers: Mapping[str, str], conversation: str, pool: str = "") -> RoutedBody:
+        """Returns the body with the model and pool chosen for it, the rank that headers name, and its conversation.
 
         Raises:
             BadRequest: the rank is not a number.
         """
-        model, rank = chosen_model(self.model), requested_rank(headers)
-        return replace(self, model=model, dp_rank=rank, conversation_id=session)
+        rank = requested_rank(headers)
+        return replace(self, model=model, pool=pool, dp_rank=rank, conversation_id=conversation)
 
     def may_run_at(self, worker: WorkerRegistration) -> bool:
         """Returns whether a worker's engine separates caches by salt, if it must."""

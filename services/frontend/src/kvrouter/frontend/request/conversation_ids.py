@@ -36,14 +36,17 @@ class ConversationIds:
         Returns:
             At most 256 bytes; empty without a valid id.
         """
-        found = (
-            ("conversation_id", conversation_id),
-            *[("header", headers.get(name)) for name in self._headers],
-            ("prompt_cache_key", prompt_cache_key),
-        )
-        for source, value in found:
-            if value and (value := value.strip()):
-                if is_plain_text(value, _MAX_BYTES):
-                    return value
-                self._ignored.labels(source=source).inc()
+        if conversation_id and (valid := self._valid(conversation_id, "conversation_id")):
+            return valid
+        for name in self._headers:
+            if (value := headers.get(name)) and (valid := self._valid(value, "header")):
+                return valid
+        return self._valid(prompt_cache_key, "prompt_cache_key") if prompt_cache_key else ""
+
+    def _valid(self, value: str, source: str) -> str:
+        """Returns an id without spaces around it; empty, and counted, if it is invalid."""
+        value = value.strip()
+        if not value or is_plain_text(value, _MAX_BYTES):
+            return value
+        self._ignored.labels(source=source).inc()
         return ""

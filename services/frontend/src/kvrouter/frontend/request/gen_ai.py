@@ -126,9 +126,10 @@ class GenAiMetrics:
 
     def of(self, operation: str, model: str) -> RequestMetrics:
         """Returns the metrics of requests with an operation and a served model."""
-        label = model_label(model, self._models)
-        found = self._of.get((operation, label))
+        found = self._of.get((operation, model))
         if found is None:
+            label = model_label(model, self._models)
             self._models.add(label)
-            found = self._of[operation, label] = RequestMetrics(self, operation, _PROVIDER, label)
+            found = self._of.get((operation, label)) or RequestMetrics(self, operation, _PROVIDER, label)
+            self._of[operation, label] = found
         return found

@@ -95,7 +95,7 @@ class RequestRunner:
         prompt: bytes,
         receiver: OutputReceiver,
         *,
-        deadline: Deadline,
+        deadline: Deadline | None = None,
         through: Forwarding | None = None,
         operation: str = TEXT_COMPLETION,
     ) -> None:
@@ -105,7 +105,7 @@ class RequestRunner:
             request: The request, without token ids.
             prompt: Its prompt, as a packed buffer.
             receiver: Receives the output.
-            deadline: Deadline of the request.
+            deadline: Deadline of the request; None for the longest.
             through: Starts the attempts of a request that has been checked; None for the Generate of workers.
             operation: Its operation in the words of the GenAI conventions; ``through`` has its own.
 
@@ -113,7 +113,8 @@ class RequestRunner:
             PoisonPrompt: workers died of it.
             KvRouterError: the request is invalid, cannot be routed, or lost its worker; or an error of the receiver.
         """
-        deadline = deadline.or_after(self.settings.request_timeout_seconds)
+        longest = self.settings.request_timeout_seconds
+        deadline = Deadline.after(longest) if deadline is None else deadline.or_after(longest)
         known_model, code = "", "CANCELLED"
         began_ns = time.perf_counter_ns()
         operation = operation if through is None else through.operation

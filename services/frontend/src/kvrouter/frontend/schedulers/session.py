@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Generator
 from types import coroutine
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection
 from kvrouter.runtime.deadline import Deadline
@@ -14,42 +14,28 @@ from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 _Result = TypeVar("_Result")
 
 
-class FirstStep(Generic[_Result]):
-    """The first step of a coroutine, which runs at once. ``result`` or ``rest`` must follow."""
+@coroutine
+def rest_of(call: Coroutine[Any, Any, _Result], waits_for: Any) -> Generator[Any, Any, _Result]:
+    """Waits, and runs the steps of a coroutine after its first one. Returns its result.
 
-    def __init__(self, call: Coroutine[Any, Any, _Result]) -> None:
-        """Runs the step. Raises the coroutine's exceptions."""
-        self._call = call
-        self.waits = True
-        """Whether the coroutine waits for something now."""
-        try:
-            self._waits_for: Any = call.send(None)
-        except StopIteration as ended:
-            self.waits = False
-            self.result: _Result = ended.value
-            """Its result, if it does not wait."""
-
-    @coroutine
-    def rest(self) -> Generator[Any, Any, _Result]:
-        """Waits, and runs the other steps. Returns the coroutine's result."""
-        call, waits_for = self._call, self._waits_for
-        self._waits_for = None
-        try:
-            while True:
-                failure: BaseException | None = None
-                try:
-                    received = yield waits_for
-                except BaseException as error:  # cancellation included: the coroutine decides about it
-                    failure = error
-                try:
-                    waits_for = call.send(received) if failure is None else call.throw(failure)
-                except StopIteration as ended:
-                    result: _Result = ended.value
-                    return result
-                finally:
-                    del failure  # Its traceback refers to this frame.
-        finally:
-            del waits_for  # So does that of its exception.
+    ``waits_for`` is the result of its first step, which ``send`` has run.
+    """
+    try:
+        while True:
+            failure: BaseException | None = None
+            try:
+                received = yield waits_for
+            except BaseException as error:  # cancellation included: the coroutine decides about it
+                failure = error
+            try:
+                waits_for = call.send(received) if failure is None else call.throw(failure)
+            except StopIteration as ended:
+                result: _Result = ended.value
+                return result
+            finally:
+                del failure  # Its traceback refers to this frame.
+    finally:
+        del waits_for  # So does that of its exception.
 
 
 class SelectionUnanswered(Exception):
@@ -83,15 +69,17 @@ class Session:
             SelectionUnanswered: the session or the time ended first.
             KvRouterError: raised by the selection.
         """
-        first = FirstStep(selection)
-        if not first.waits:
-            return first.result
+        try:
+            waits_for = selection.send(None)
+        except StopIteration as ended:
+            selected: SelectWorkerResponse = ended.value
+            return selected
         limit = asyncio.timeout(0 if self.has_ended else deadline.remaining())
         try:
             async with limit:
                 self._waiting.add(limit)
                 try:
-                    return await first.rest()
+                    return await rest_of(selection, waits_for)
                 finally:
                     self._waiting.discard(limit)
         except TimeoutError:
@@ -99,7 +87,7 @@ class Session:
                 raise
             raise SelectionUnanswered from None
         finally:
-            del limit  # It refers to the task, whose exception's traceback refers to this frame.
+            del limit, waits_for  # They refer to the task, whose exception's traceback refers to this frame.
 
     async def ended(self) -> str:
         """Returns when the session has ended, with the cause."""

@@ -32,7 +32,6 @@ from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage
 from kvrouter.v1.errors import KvRouterError, NoWorkers
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
-from msgspec.structs import replace
 
 log = structlog.get_logger(component="endpoint-picker")
 
@@ -146,23 +145,22 @@ class Picker:
         limit = self.settings.max_prompt_tokens
         api = TRANSLATED.get(path.partition("?")[0])
         routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json, api=api)
-        if not routed.model:
-            routed = replace(routed, model=self._only_model())
+        model, pool = routed.model or self._only_model(), ""
         conversation = self._conversations.of(
             headers, conversation_id=routed.conversation_id, prompt_cache_key=routed.prompt_cache_key
         )
-        routed = routed.named(headers, conversation)
-        choice = self._choices.first(routed.model, conversation, headers) if is_json else None
+        choice = self._choices.first(model, conversation, headers) if is_json else None
         if choice is not None:
-            if choice.model != choice.name:
-                body = await self._texts.work.run_body(partial(renamed, body, choice.model), size=len(body))
-            routed = replace(routed, model=choice.model, pool=choice.pool)
+            model, pool = choice.model, choice.pool
+            if model != choice.name:
+                body = await self._texts.work.run_body(partial(renamed, body, model), size=len(body))
+        routed = routed.named(model, headers, conversation, pool)
         if self.access is not None:
             routed, passed = await permitted(self.access, routed, body, path, self._texts.work)
             body = bytearray(passed)
             check_salted(self.access, routed, self.views(routed))
-        model = self.views(routed)[0].descriptor.model
-        return await routed.tokenized(self._texts, model, max_prompt_tokens=limit), body
+        served = self.views(routed)[0].descriptor.model
+        return await routed.tokenized(self._texts, served, max_prompt_tokens=limit), body
 
     def deaths(self, body: RoutedBody, tenant: str) -> RequestDeaths:
         """Returns the counter of deaths of a tenant's request.
