@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
-from functools import partial, reduce
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
 import structlog
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 from kvrouter.engines.fields import CHATS, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
 from kvrouter.engines.routes import TAKE_TOKEN_IDS
 from kvrouter.frontend.access.body_room import BodyTooLarge
@@ -27,6 +27,7 @@ from kvrouter.frontend.edge.middlewares import (
     authenticated,
     cross_origin_headers,
     traced,
+    within,
 )
 from kvrouter.frontend.edge.model_name import NamedModel, renamed
 from kvrouter.frontend.edge.model_objects import model_objects, named_objects
@@ -40,7 +41,7 @@ from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_pr
 from kvrouter.frontend.proxy.engine_connections import EngineConnections
 from kvrouter.frontend.proxy.engine_request import check_salted, permitted, serves_itself, with_token_ids
 from kvrouter.frontend.proxy.forwarded_response import ForwardedResponse, TranslatedResponse
-from kvrouter.frontend.proxy.forwarding import EngineCalls, generate_request
+from kvrouter.frontend.proxy.forwarding import EngineCalls, Engines, generate_request
 from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
 from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.service import FrontendService
@@ -92,8 +93,7 @@ class HttpApi:
         self._settings = frontend.runner.settings
         self._conversations = frontend.runner.conversations
         self._page = page
-        self._engines = EngineConnections()
-        self._session: aiohttp.ClientSession | None = None
+        self._engines: Engines | None = None
         self._writer = StepWriter()
         self._frontend = frontend
         self._max_text_bytes = _MAX_TOKEN_BYTES * frontend.runner.limits.max_prompt_tokens + MAX_FIELDS_BYTES
@@ -108,22 +108,20 @@ class HttpApi:
             **{path: self._of_model(self.passed_on) for path in self._settings.engine_routes},
             COUNT_TOKENS: self._of_model(self.count_tokens, self._max_chat_bytes),
         }
-        self._middlewares = self._in_order(models)
-        self.posted = {path: reduce(_within, reversed(self._middlewares), handler) for path, handler in models.items()}
-        """Handlers of the POST requests to models by path, within all middlewares."""
         self._models = models
-
-    def _in_order(self, models: Collection[str]) -> list[Middleware]:
-        """Returns the middlewares, the first one first. ``models`` are the paths of requests to models."""
         origins = self._settings.cors_origins
-        middlewares = [allowing(origins)] if origins else []
-        middlewares.append(errors_as_json(self._frontend.runner.metrics.http_errors))
-        if self._frontend.access is not None:
-            open_paths = {"/health", *(PUBLIC_PATHS if self._page else ())}
-            middlewares.append(authenticated(self._frontend.access, open_paths))
+        self._middlewares = [allowing(origins)] if origins else []
+        self._middlewares.append(errors_as_json(frontend.runner.metrics.http_errors))
+        if frontend.access is not None:
+            open_paths = {"/health", *(PUBLIC_PATHS if page else ())}
+            self._middlewares.append(authenticated(frontend.access, open_paths))
         # Last, so that clients that are refused start no trace.
-        middlewares.append(traced(models))
-        return middlewares
+        self._middlewares.append(traced(models))
+
+    @property
+    def posted(self) -> dict[str, Handler]:
+        """The handlers of POST requests to models by path, within all middlewares."""
+        return {path: within(self._middlewares, handler) for path, handler in self._models.items()}
 
     def application(self) -> web.Application:
         """Returns the application with all routes."""
@@ -203,8 +201,8 @@ class HttpApi:
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-            self._session = session
-            with closing(self._engines):
+            with closing(EngineConnections()) as connections:
+                self._engines = Engines(connections, session, self._frontend.runner)
                 yield
 
     async def health(self, request: web.Request) -> web.Response:  # noqa: ARG002
@@ -333,24 +331,21 @@ class HttpApi:
         return self._whole(request, completion.body(), completion.frame.headers)
 
     async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:
-        parsed = await self._decoded(partial(self._parse, chosen=chosen_model("")), body)
+        chosen, size = chosen_model(""), len(body)
+
+        def check_text(model: str) -> None:
+            """Checks that the model has a tokenizer, and that a text of this size may be tokenized."""
+            self._frontend.models.text_of(chosen or model, "prompt")
+            self._check_text(size)
+
+        limit = self._frontend.runner.limits.max_prompt_tokens
+        parse = partial(CompletionRequest.parse, max_prompt_tokens=limit, check_text=check_text)
+        parsed = await self._decoded(parse, body)
         return parsed.with_fields(with_headers(parsed.fields, request, self._conversations))
 
     def _decoded(self, parse: Callable[[_Body], _T], body: _Body) -> Awaitable[_T]:
         """Parses a body, a long one in a thread. A parser releases the GIL between pieces of a long prompt."""
         return self._work.run_body(partial(parse, body), size=len(body))
-
-    def _parse(self, body: bytearray, chosen: str) -> CompletionRequest:
-        return CompletionRequest.parse(
-            body,
-            max_prompt_tokens=self._frontend.runner.limits.max_prompt_tokens,
-            check_text=lambda model: self._check_prompt(len(body), chosen or model),
-        )
-
-    def _check_prompt(self, size: int, model: str) -> None:
-        """Checks that a model has a tokenizer, and that a text of the size may be tokenized."""
-        self._frontend.models.text_of(model, "prompt")
-        self._check_text(size)
 
     def _check_text(self, size: int) -> None:
         if size > self._max_text_bytes:
@@ -374,7 +369,7 @@ class HttpApi:
         ``routed`` are the fields that decide where it goes; None to read them from the body.
         """
         models, access = self._frontend.models, self._frontend.access
-        if not models.may_forward or self._session is None:
+        if not models.may_forward or self._engines is None:
             return None
         limit = self._frontend.runner.limits.max_prompt_tokens
         read = request.pop(_ROUTED, None) if self._frontend.choices.rules else None
@@ -410,17 +405,8 @@ class HttpApi:
             if translated is None
             else TranslatedResponse(request, self._writer, routed_on, translated, routed.token_ids)
         )
-        calls = EngineCalls(
-            request,
-            response,
-            passed,
-            view,
-            self._engines,
-            self._session,
-            self._frontend.runner,
-            routed,
-            path="" if translated is None else path,
-        )
+        translated_path = "" if translated is None else path
+        calls = EngineCalls(request, response, passed, view, self._engines, routed, translated_path)
         generate = generate_request(routed, checked_request_id(request), pools)
         run = self._frontend.runner.run
         try:
@@ -478,10 +464,6 @@ class HttpApi:
             stream,
             lambda: self._frontend.runner.run(generate, prompt, stream),
         )
-
-
-def _within(handler: Handler, middleware: Middleware) -> Handler:
-    return partial(middleware, handler=handler)
 
 
 async def _streamed(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Set
+from collections.abc import Awaitable, Collection, Sequence, Set
+from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -28,6 +29,13 @@ def cross_origin_headers(request: web.BaseRequest) -> dict[str, str]:
         return {}
     headers: dict[str, str] = request.get(_HEADERS, {})
     return headers
+
+
+def within(middlewares: Sequence[Middleware], handler: Handler) -> Handler:
+    """Returns a handler within middlewares, of which the first one gets a request first."""
+    for middleware in reversed(middlewares):
+        handler = partial(middleware, handler=handler)
+    return handler
 
 
 def allowing(origins: Collection[str]) -> Middleware:

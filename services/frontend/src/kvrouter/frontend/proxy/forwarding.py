@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -56,10 +56,11 @@ _NOT_FORWARDED = frozenset(
     }
 )
 _NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "trailer", "date", "server"})
+_NOT_RETURNED_REWRITTEN = _NOT_RETURNED | {"content-length"}
+"""Headers that a response does not keep if fields are removed from it."""
 _ENCODING = frozenset({"accept-encoding"})
 # Reading one from its enum takes over a microsecond.
 _PREFILL, _STOP = Stage.STAGE_PREFILL, FinishReason.FINISH_REASON_STOP
-_LENGTH = frozenset({"content-length"})
 _KEPT_OF_ERRORS = ("Content-Type", "Content-Encoding", "Retry-After")
 """Headers an engine's error keeps, if no engine serves the request."""
 _JSON_TYPE = "application/json"
@@ -103,6 +104,17 @@ def generate_request(
     return request
 
 
+class Engines(NamedTuple):
+    """The access to engines that all requests share."""
+
+    connections: EngineConnections
+    """Connections to their OpenAI APIs."""
+    session: aiohttp.ClientSession
+    """Connections that show whether one lives."""
+    runner: RequestRunner
+    """Has the workers, and the options of the Frontend."""
+
+
 class EngineCalls:
     """The calls of one request to engines, in the place of a WorkerClient. Their output goes to a ForwardedResponse."""
 
@@ -112,9 +124,7 @@ class EngineCalls:
         response: ForwardedResponse,
         body: bytes,
         view: ComponentView,
-        connections: EngineConnections,
-        session: aiohttp.ClientSession,
-        runner: RequestRunner,
+        engines: Engines,
         routed: RoutedBody,
         path: str = "",
     ) -> None:
@@ -125,12 +135,11 @@ class EngineCalls:
             response: Its response.
             body: Its body.
             view: The largest pool of workers.
-            connections: Connections to their OpenAI APIs.
-            session: Connections that show whether one lives.
-            runner: Has the workers, and the options of the Frontend.
+            engines: The access to engines.
             routed: The parts of the body that routing needs.
             path: Path of the engine's API, whose responses are translated; empty for the client's own.
         """
+        runner = engines.runner
         self._path = path
         self.operation = operation_of(request.path)
         """Its operation, in the words of the GenAI conventions."""
@@ -145,14 +154,12 @@ class EngineCalls:
         self._response = response
         self._body = body
         self._view = view
-        self._connections = connections
-        self._session = session
+        self._engines = engines
         self._workers = runner.workers
         self._worker_at = runner.models.worker_at
         self._routed = routed
         self._engine_error: web.Response | None = None
         """The error of the engine called last; None if it gave none the client may see."""
-        self._engine_keys = runner.settings.engine_keys
         self._is_authenticated = runner.access is not None
         """Whether the client has a key, so it neither sets nor sees internal fields of engines."""
 
@@ -225,7 +232,7 @@ class EngineCalls:
             receiver.on_error(DependencyAway(f"worker {dispatch.worker_id} does not separate caches by salt"))
             return
         headers = self._headers(dispatch.request.request_id)
-        if key := self._engine_keys.headers(worker.component.name):
+        if key := self._engines.runner.settings.engine_keys.headers(worker.component.name):
             headers = _without(headers, frozenset(key)) | key
         if len(worker.ranks) > 1:
             headers[RANK_HEADER] = str(dispatch.request.dp_rank)
@@ -235,7 +242,7 @@ class EngineCalls:
         seconds = dispatch.deadline.remaining()
         answer: EngineAnswer | None = None
         try:
-            answer = await self._connections.post(
+            answer = await self._engines.connections.post(
                 worker.openai_endpoint, path, data=body, headers=headers, seconds=seconds
             )
             if answer.status >= _FIRST_ERROR:
@@ -245,7 +252,7 @@ class EngineCalls:
             await read(answer, receiver)
         except EngineFailed as error:
             # Engines that live end connections too, such as an idle one that a request has just taken.
-            lives = await is_alive(self._session, worker.openai_endpoint)
+            lives = await is_alive(self._engines.session, worker.openai_endpoint)
             receiver.on_error(DependencyAway(str(error)) if lives else OutcomeUnknown(str(error)))
         except ConnectionError:
             return  # The client has left; aiohttp cancels its handler.
@@ -253,7 +260,7 @@ class EngineCalls:
             receiver.on_error(error)
         finally:
             if answer is not None:
-                self._connections.end(answer)
+                self._engines.connections.end(answer)
 
     async def _check(self, answer: EngineAnswer, path: str, *, has_key: bool) -> None:
         """Raises the error of a response which is not for the client."""
@@ -313,7 +320,7 @@ class EngineCalls:
         """Passes on the response of the engine generating the output."""
         is_stream = answer.content_type == STREAM_TYPE
         response = EngineResponse(is_stream=is_stream, status=answer.status, hides_internal=self._is_authenticated)
-        headers = _without(answer.headers, _NOT_RETURNED | (_LENGTH if self._is_authenticated else frozenset()))
+        headers = _without(answer.headers, _NOT_RETURNED_REWRITTEN if self._is_authenticated else _NOT_RETURNED)
         self._response.answers(answer.status, answer.reason, headers)
         pass_on = self._pass_stream if is_stream else self._pass_whole
         last = await pass_on(answer, receiver, response)

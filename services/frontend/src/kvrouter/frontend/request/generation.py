@@ -24,13 +24,11 @@ from kvrouter.frontend.request.model_pools import can_take
 from kvrouter.frontend.request.prefill_attempt import PrefillLost
 from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.request.progress import (
-    GENERATE,
     KeptOutput,
     OutputComplete,
     OutputReceiver,
     Progress,
-    describe_attempt,
-    describe_outcome,
+    traced_attempt,
 )
 from kvrouter.frontend.request.served_models import RequestPools
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
@@ -41,13 +39,12 @@ from kvrouter.frontend.workers.failures import FAULTS, Fault, WorkerFailure
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.runtime.tracing import Kind, is_recording, span
-from kvrouter.v1.common_pb2 import BookingKey, KvSource, Rank, Stage
+from kvrouter.runtime.tracing import is_recording, span
+from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
-from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
 
@@ -336,7 +333,9 @@ class Generation:
         try:
             receiver.routed(self._routing_info(booking, selection))
             running = self._run_on_worker(booking, selection, progress, deadline)
-            return await (self._trace_attempt(running, booking, progress) if is_recording() else running)
+            if is_recording():
+                return await traced_attempt(running, booking, self._endpoint, progress)
+            return await running
         except KvRouterError as error:
             if failure is None or not continues or progress.output_tokens:
                 raise
@@ -348,18 +347,6 @@ class Generation:
             progress.end()
             if prefill is not None:
                 prefill.end(fetched=progress.output_tokens > 0)
-
-    async def _trace_attempt(
-        self, running: Coroutine[Any, Any, WorkerFailure | None], booking: LiveBooking, progress: Progress
-    ) -> WorkerFailure | None:
-        with span(GENERATE, Kind.CLIENT) as attempt_span:
-            describe_attempt(attempt_span, booking, self._endpoint)
-            outcome: WorkerFailure | None = None
-            try:
-                outcome = await running
-            finally:
-                describe_outcome(attempt_span, progress, outcome)
-            return outcome
 
     async def _place(
         self, prefill: PrefillStage, attempt: int, deadline: Deadline
@@ -380,7 +367,7 @@ class Generation:
             if not await self._workers.is_reachable(selection.endpoint):
                 raise _Unreachable(selection.rank.worker_id)  # Before a prefill worker computes the prompt for it.
             served = await prefill.run(
-                self._worker_request(booking),
+                self._input.for_worker(booking, prefill.params),
                 self._input.prompt,
                 self._input.routing,
                 self._input.hashes,
@@ -450,11 +437,14 @@ class Generation:
         self, booking: LiveBooking, selection: SelectWorkerResponse, progress: Progress, deadline: Deadline
     ) -> WorkerFailure | None:
         worker_id = booking.rank.worker_id
+        prefill = self._prefill
+        params = None if prefill is None else prefill.params
+        kv_source = selection.kv_source if selection.HasField("kv_source") else None
         was_sent, self.sent = self.sent, True
         dispatch = Dispatch(
             worker_id,
             self._endpoint,
-            self._worker_request(booking, selection.kv_source if selection.HasField("kv_source") else None),
+            self._input.for_worker(booking, params, kv_source),
             self._input.prompt,
             progress.pass_on,
             deadline,
@@ -462,11 +452,11 @@ class Generation:
             stays_a_probe=worker_id == self._budget.silent_worker_id,
         )
         attempt = self._workers.start(dispatch)
-        if self._prefill is not None:
-            self._prefill.watch(attempt.fail)
+        if prefill is not None:
+            prefill.watch(attempt.fail)
         try:
             outcome = await attempt.ended
-            if attempt.unattributed is not None and (self._prefill is None or not await self._prefill.is_lost()):
+            if attempt.unattributed is not None and (prefill is None or not await prefill.is_lost()):
                 attempt.blame()
         finally:
             if (fate := attempt.unanswered()) is not None:
@@ -498,6 +488,3 @@ class Generation:
             and can_take(worker, self._input.routing.constraints, self._request.scope.lora_name)
             for worker in self._workers.health.healthy(self._input.component)
         ) or (self._pools is not None and self._pools.has_healthy_worker(besides=self._input.component))
-
-    def _worker_request(self, booking: LiveBooking, kv_source: KvSource | None = None) -> WorkerServiceGenerateRequest:
-        return self._input.for_worker(booking, None if self._prefill is None else self._prefill.params, kv_source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 from typing import Final, Protocol
 
@@ -13,7 +13,7 @@ from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.output import Output
-from kvrouter.runtime.tracing import Span
+from kvrouter.runtime.tracing import Kind, Span, span
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.texts import rank_text
@@ -160,12 +160,6 @@ class Progress:
             self._is_whole = output.finish_reason not in _BROKEN_OFF
         self._output(output)
 
-    @property
-    def first_output_unix_ns(self) -> int:
-        """Time of the first token, Unix nanoseconds; 0 without one."""
-        first = self.first_output_ns
-        return time.time_ns() - (time.perf_counter_ns() - first) if first else 0
-
     def end(self) -> None:
         """Frees the booking."""
         self._count()
@@ -203,10 +197,10 @@ GENERATE = "kvrouter.v1.WorkerService/Generate"
 """Name of the span of an attempt."""
 
 
-def describe_attempt(span: Span, booking: LiveBooking, endpoint: str) -> None:
+def describe_attempt(attempt_span: Span, booking: LiveBooking, endpoint: str) -> None:
     """Sets where an attempt runs, if the span is recorded."""
-    if span.recording:
-        span.set(
+    if attempt_span.recording:
+        attempt_span.set(
             {
                 "server.address": endpoint,
                 "kvrouter.rank": rank_text(booking.rank),
@@ -216,14 +210,22 @@ def describe_attempt(span: Span, booking: LiveBooking, endpoint: str) -> None:
         )
 
 
-def describe_outcome(span: Span, progress: Progress, failure: WorkerFailure | None) -> None:
-    """Sets how an attempt ended."""
-    if not span.recording:
-        return
-    span.set({"gen_ai.usage.output_tokens": progress.output_tokens})
-    if progress.cached_tokens is not None:
-        span.set({"kvrouter.cached_tokens": progress.cached_tokens})
-    if progress.first_output_unix_ns:
-        span.add_event("first_token", progress.first_output_unix_ns)
-    if failure is not None:
-        span.fail(failure.cause, failure.message)
+async def traced_attempt(
+    running: Awaitable[WorkerFailure | None], booking: LiveBooking, endpoint: str, progress: Progress
+) -> WorkerFailure | None:
+    """Returns how a running attempt ended, after recording it as a span."""
+    with span(GENERATE, Kind.CLIENT) as attempt_span:
+        describe_attempt(attempt_span, booking, endpoint)
+        failure: WorkerFailure | None = None
+        try:
+            failure = await running
+        finally:
+            attempt_span.set({"gen_ai.usage.output_tokens": progress.output_tokens})
+            if progress.cached_tokens is not None:
+                attempt_span.set({"kvrouter.cached_tokens": progress.cached_tokens})
+            if first_ns := progress.first_output_ns:
+                unix_ns = time.time_ns() - (time.perf_counter_ns() - first_ns)
+                attempt_span.add_event("first_token", unix_ns)
+            if failure is not None:
+                attempt_span.fail(failure.cause, failure.message)
+        return failure

@@ -206,7 +206,7 @@ class SchedulerLink:
         selection = await self.select(request, deadline=deadline)
         sequences = max(1, routing.sequences)
         booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size, sequences)
-        self._updates.keep(booking)
+        self.keep(booking)
         return selection, booking
 
     async def _wait_session(self, deadline: Deadline) -> Session | None:
