@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
 import structlog
@@ -55,8 +55,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 log = structlog.get_logger(component="frontend")
 
 _T = TypeVar("_T")
-_Body = TypeVar("_Body", bytes, bytearray)
-_BodyHandler = Callable[[web.Request, bytearray], Awaitable[web.StreamResponse]]
+_Body: TypeAlias = bytes | bytearray
+_BodyHandler = Callable[[web.Request, _Body], Awaitable[web.StreamResponse]]
 """Handles a request whose body has been read."""
 
 _MAX_BODY_BYTES = 64 << 20
@@ -159,7 +159,7 @@ class HttpApi:
         """Returns a handler as ``_with_body``, which runs at the first model that can serve the client's name."""
         choices = self._frontend.choices
 
-        async def choose(request: web.Request, body: bytearray) -> web.StreamResponse:
+        async def choose(request: web.Request, body: _Body) -> web.StreamResponse:
             named = await self._named(request, body)
             conversation = conversation_of(request, self._conversations, named.conversation_id, named.prompt_cache_key)
             models = choices.of(named.model, conversation, request.headers)
@@ -169,7 +169,7 @@ class HttpApi:
 
         return self._with_body(lambda request, body: (choose if choices.rules else handler)(request, body), limit)
 
-    async def _named(self, request: web.Request, body: bytearray) -> NamedModel | RoutedBody:
+    async def _named(self, request: web.Request, body: _Body) -> NamedModel | RoutedBody:
         """Returns the fields of a body that choose its model; those of a form choose none.
 
         If the body may be forwarded, what is read of it is kept for that.
@@ -184,7 +184,7 @@ class HttpApi:
     def _is_json(self, request: web.Request) -> bool:
         return request.path not in self._settings.engine_routes or request.content_type != _FORM_TYPE
 
-    def _read_routed(self, request: web.Request, body: bytearray) -> Awaitable[RoutedBody]:
+    def _read_routed(self, request: web.Request, body: _Body) -> Awaitable[RoutedBody]:
         """Reads the fields of a body that decide where it goes."""
         return RoutedBody.read(
             body,
@@ -241,7 +241,7 @@ class HttpApi:
         models = model_objects(served, self._frontend.models, self._settings.engine_routes)
         return named_objects(models, self._frontend.choices.rules)
 
-    async def passed_on(self, request: web.Request, body: bytearray) -> web.StreamResponse:
+    async def passed_on(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Passes a request of another route on to an engine, chosen by load."""
         if self._frontend.access is not None and request.content_type == _FORM_TYPE:
             raise BadRequest("expected JSON: the fields of a form are not checked", advice="Send JSON.")
@@ -253,7 +253,7 @@ class HttpApi:
             advice="GET /v1/models says what each model serves.",
         )
 
-    async def chat_completions(self, request: web.Request, body: bytearray) -> web.StreamResponse:
+    async def chat_completions(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Runs a chat and returns it as one response or as server-sent events."""
         if forwarded := await self._forwarded(request, body):
             return forwarded
@@ -266,12 +266,12 @@ class HttpApi:
     def _translating(self, kind: type[TranslatedRequest]) -> _BodyHandler:
         """Returns a handler running requests of another API as chats, as one response or as events."""
 
-        async def handle(request: web.Request, body: bytearray) -> web.StreamResponse:
+        async def handle(request: web.Request, body: _Body) -> web.StreamResponse:
             if forwarded := await self._forwarded(request, body, kind):
                 return forwarded
             self._check_text(len(body))
 
-            def read(body: bytearray) -> tuple[TranslatedRequest, TextRequest]:
+            def read(body: _Body) -> tuple[TranslatedRequest, TextRequest]:
                 translated = kind.read(body)
                 return translated, translated.to_text_request(len(body))
 
@@ -285,7 +285,7 @@ class HttpApi:
 
         return handle
 
-    async def count_tokens(self, request: web.Request, body: bytearray) -> web.StreamResponse:
+    async def count_tokens(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Returns the number of tokens a message's prompt has. An engine counts them if there is no tokenizer here."""
         models, limits = self._frontend.models, self._frontend.runner.limits
         # With API keys, fields must be checked before a request is forwarded, and only generating routes have a check.
@@ -304,7 +304,7 @@ class HttpApi:
         tokens = await count_tokens(models, limits, model, chat_prompt(chat, len(body), media))
         return web.json_response({"input_tokens": tokens})
 
-    async def set_busy_threshold(self, request: web.Request, body: bytearray) -> web.Response:  # noqa: ARG002
+    async def set_busy_threshold(self, request: web.Request, body: _Body) -> web.Response:  # noqa: ARG002
         """Sets the given thresholds of a model and returns those in force."""
         requested = BusyThresholdBody.parse(body).to_request()
         in_force = await self._frontend.set_busy_threshold(requested, deadline=Deadline.after(_ADMIN_SECONDS))
@@ -315,7 +315,7 @@ class HttpApi:
         thresholds = await self._frontend.busy_thresholds(deadline=Deadline.after(_ADMIN_SECONDS))
         return web.json_response(listed(thresholds))
 
-    async def completions(self, request: web.Request, body: bytearray) -> web.StreamResponse:
+    async def completions(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Runs a completion and returns it as one response or as server-sent events."""
         if forwarded := await self._forwarded(request, body):
             return forwarded
@@ -330,7 +330,7 @@ class HttpApi:
         )
         return self._whole(request, completion.body(), completion.frame.headers)
 
-    async def _parsed(self, request: web.Request, body: bytearray) -> CompletionRequest:
+    async def _parsed(self, request: web.Request, body: _Body) -> CompletionRequest:
         chosen, size = chosen_model(""), len(body)
 
         def check_text(model: str) -> None:
@@ -358,7 +358,7 @@ class HttpApi:
     async def _forwarded(
         self,
         request: web.Request,
-        body: bytearray,
+        body: _Body,
         api: type[TranslatedRequest] | None = None,
         *,
         routed: RoutedBody | None = None,
@@ -382,7 +382,7 @@ class HttpApi:
         view = pools[0]
         conversation = conversation_of(request, self._conversations, routed.conversation_id, routed.prompt_cache_key)
         routed = routed.named(model, request.headers, conversation)
-        sent: bytes | bytearray = body
+        sent = body
         translated, path = None, request.path
         if api is not None and not serves_itself(access, api.path, pools):
             as_chat = partial(routed.as_chat, api=api, max_prompt_tokens=limit)

@@ -122,7 +122,13 @@ class OverloadBounds:
         bounds.add("admitted_work_share", self._highest_work_share, float(self.limits_work))
 
     def admit(
-        self, views: Sequence[ComponentView], tenant: str, weight: float, prompt_tokens: int, max_output_tokens: int
+        self,
+        views: Sequence[ComponentView],
+        tenant: str,
+        weight: float,
+        prompt_tokens: int,
+        max_output_tokens: int,
+        room: BodyRoom | None = None,
     ) -> AdmittedRequest:
         """Admits a request, which then counts until it is ended. Its prompt uses the room of its body first.
 
@@ -132,6 +138,7 @@ class OverloadBounds:
             weight: Share of the tenant when there is not enough room for all.
             prompt_tokens: Tokens of its prompt.
             max_output_tokens: Maximum number of output tokens; 0 if unknown.
+            room: Room of its body; None if it has none.
 
         Raises:
             Overloaded: there is no room for it; nothing is counted then.
@@ -140,7 +147,6 @@ class OverloadBounds:
         model = self._models.get(name)
         if model is None:
             model = self._models[name] = _Model()
-        room = current_room()
         size = prompt_tokens * TOKEN_BYTES
         if room is not None:
             size = room.claim(size)
@@ -241,14 +247,16 @@ class RequestAdmission:
             Overloaded: there is no room for it.
         """
         max_output_tokens *= sequences
+        room = current_room()
+        tenant, weight = _share_holder() if room is None else (room.holder, room.weight)
         if self._access is None:
-            return self._bounds.admit(views, *_share_holder(), prompt_tokens, max_output_tokens)
+            return self._bounds.admit(views, tenant, weight, prompt_tokens, max_output_tokens, room)
         tokens = prompt_tokens + max_output_tokens
         grant = self._access.count(tokens, call)
         try:
             for _ in range(1, sequences):
                 self._access.count(0, call)
-            admitted = self._bounds.admit(views, *_share_holder(), prompt_tokens, max_output_tokens)
+            admitted = self._bounds.admit(views, tenant, weight, prompt_tokens, max_output_tokens, room)
         except BaseException:
             grant.end_sequence(tokens)
             raise

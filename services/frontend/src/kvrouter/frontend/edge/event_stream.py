@@ -146,7 +146,7 @@ class EventStream(web.StreamResponse):
         """Whether it is a stream of events without a fixed length."""
         self._request = request
         self._protocol = request.protocol
-        self._transport = self._protocol.transport
+        self._transport = request.transport
         self._is_new = request.version >= HttpVersion11
         self._chunked = self._is_new and not has_length
         self._after = _AFTER_DATA + b"\r\n" if self._chunked else _AFTER_DATA

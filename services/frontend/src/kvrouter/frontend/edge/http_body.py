@@ -29,7 +29,7 @@ ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflat
 """Encodings for decompression, with the window of zlib."""
 
 
-async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_seconds: float) -> bytearray:
+async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_seconds: float) -> bytes | bytearray:
     """Reads a body and decompresses it according to its Content-Encoding.
 
     Args:
@@ -44,18 +44,18 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
         Overloaded: there is no room for it.
         web.HTTPRequestTimeout: no part of the body arrived within ``idle_seconds``, or it arrives too slowly.
     """
-    body = bytearray()
     if not request.body_exists:
-        return body
+        return b""
     content = request.content
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding == "identity" and content.is_eof() and content.exception() is None:
         # All of it has arrived, as most bodies have with their headers.
         _check_size(content.total_bytes, limit)
         await room.hold(content.total_bytes)
-        body += content.read_nowait()
-        room.is_read(len(body))
-        return body
+        arrived = content.read_nowait()
+        room.is_read(len(arrived))
+        return arrived
+    body = bytearray()
     declared = request.content_length or 0
     _check_size(declared, limit)
     upload = _Upload(content, idle_seconds)

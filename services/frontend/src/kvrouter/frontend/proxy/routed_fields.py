@@ -128,7 +128,7 @@ class PassedChat(PromptSource):
         """Takes it from the fields of a body; ``media`` takes its images, sounds and videos."""
         self._fields = fields
         self._media = media
-        self.characters = len(bytes(fields.messages)) + len(bytes(fields.tools))
+        self.characters = _size(fields.messages) + _size(fields.tools)
 
     def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
         """Tokenizes it in slices, and returns its tokens; see ``PromptSource``."""
@@ -165,9 +165,9 @@ def read_token_lists(fields: RoutedFields, most: int, *names: str) -> dict[str, 
     """
     listed = {}
     for name in names:
-        raw = bytes(getattr(fields, name))
-        if _TOKEN_LISTS.match(raw):
-            limit = most
+        listing: _Raw = getattr(fields, name)
+        if _TOKEN_LISTS.match(listing):
+            raw, limit = bytes(listing), most
             if raw.count(b"[") > 1:
                 raw = b"[%b]" % raw.translate(None, b"[]")
                 limit = len(raw)
@@ -183,8 +183,13 @@ def _check_short(body: bytes | bytearray) -> None:
     """
     fields = decode_json(_SHORT, body, is_checked=True)
     for name in fields.__struct_fields__:
-        if len(bytes(getattr(fields, name))) > MAX_FIELDS_BYTES:
+        if _size(getattr(fields, name)) > MAX_FIELDS_BYTES:
             raise invalid(name, f"longer than {MAX_FIELDS_BYTES} bytes", "Send a shorter value.")
+
+
+def _size(raw: _Raw) -> int:
+    """Returns the size of a field's JSON, bytes."""
+    return memoryview(raw).nbytes
 
 
 def _objects(raw: _Raw) -> list[dict[str, Any]]:
