@@ -172,7 +172,7 @@ async def test_a_client_that_disconnects_leaves_nothing(
     system: System, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = Life(len(EVENTS))
-    monkeypatch.setattr(SchedulerLink, "_select_in", stopping(SchedulerLink._select_in, lambda: life))
+    monkeypatch.setattr(SchedulerLink, "_call", stopping(SchedulerLink._call, lambda: life))
     monkeypatch.setattr(Selector, "select", stopping(Selector.select, lambda: life))
     async with hostile_worker(system, WORKER, fails) as worker:
         worker.behave = lambda context: behaviour(life)(context)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain, repeat
+from types import SimpleNamespace
 from typing import Any, cast
 
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -77,6 +79,9 @@ class Pool:
     def __init__(self, *, breaks: bool = False) -> None:
         self.events: list[str] = []
         self._breaks = breaks
+
+    def connection(self, endpoint: str) -> Any:
+        return SimpleNamespace(generate=partial(self.start, endpoint), abort=partial(self.abort, endpoint))
 
     async def abort(self, endpoint: str, request_id: str) -> bool:
         await asyncio.sleep(0)

@@ -22,12 +22,12 @@ def components(model: str) -> dict[ComponentName, ComponentView]:
 def test_a_change_of_the_registrations_changes_what_serves_a_model() -> None:
     directory = SimpleNamespace(components=components("first"))
     models = ServedModels(cast(Directory, directory), cast(Any, None), None)
-    assert models.resolve("first")[1] == ""
-    assert models.resolve("adapter")[1] == "adapter"
+    assert models.resolve("first").lora_name == ""
+    assert models.resolve("adapter").lora_name == "adapter"
     assert models.resolve("first") == models.resolve("first")
     directory.components = components("second")
-    assert models.resolve("second")[0].descriptor.model == "second"
-    assert models.resolve("adapter")[0].descriptor.model == "second"
+    assert models.resolve("second").views[0].descriptor.model == "second"
+    assert models.resolve("adapter").views[0].descriptor.model == "second"
     with pytest.raises(UnknownModel):
         models.resolve("first")
 
@@ -54,5 +54,5 @@ def test_unknown_models_are_not_kept() -> None:
     for number in range(3):
         with pytest.raises(UnknownModel):
             models.resolve(f"unknown-{number}")
-    assert models.resolve("first")[0].descriptor.model == "first"
+    assert models.resolve("first").views[0].descriptor.model == "first"
     assert set(models._resolved) == {"first"}

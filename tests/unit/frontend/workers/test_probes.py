@@ -7,7 +7,9 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import cast
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -62,7 +64,10 @@ class Workers:
     async def forget(self, endpoint: str) -> None:
         self.forgotten.append(endpoint)
 
-    def ping(self, endpoint: str) -> asyncio.Future[bool] | None:
+    def connection(self, endpoint: str) -> Any:
+        return SimpleNamespace(ping=partial(self._ping, endpoint))
+
+    def _ping(self, endpoint: str) -> asyncio.Future[bool] | None:
         if not self.has_streams:
             return None
         self.requested[endpoint] += 1

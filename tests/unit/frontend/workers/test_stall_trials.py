@@ -75,7 +75,10 @@ class Rig:
         self.seconds += self.health.status()[0].retry_in_ms / 1000 + 0.1
         self.trials.start_due()
 
-    def start(self, endpoint: str, request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> Call:
+    def connection(self, _endpoint: str) -> Rig:
+        return self
+
+    def generate(self, request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> Call:
         self.sent.append(WorkerServiceGenerateRequest.FromString(request))
         self.receivers.append(receiver)
         self.calls.append(Call())

@@ -292,7 +292,9 @@ class HttpApi:
         if models.may_forward and self._frontend.access is None:
             name = (await self._decoded(NamedModel.read, body)).model
             model = chosen_model(name)
-            is_passed = not models.has_text(model) and serves_itself(None, COUNT_TOKENS, models.forwards_to(model))
+            is_passed = not models.has_text(model) and serves_itself(
+                None, COUNT_TOKENS, models.resolve(model).forwarding
+            )
             # Counting takes no prefill, whatever the prompt.
             if is_passed and (forwarded := await self._forwarded(request, body, routed=RoutedBody.on_load(name))):
                 return forwarded
@@ -300,7 +302,7 @@ class HttpApi:
         chat = (await self._decoded(MessagesRequest.counted, body)).chat
         model = chosen_model(chat["model"])
         # Only engines with an OpenAI API take images.
-        media = PromptMedia() if models.forwards_to(model) else None
+        media = PromptMedia() if models.resolve(model).forwarding else None
         tokens = await count_tokens(models, limits, model, chat_prompt(chat, len(body), media))
         return web.json_response({"input_tokens": tokens})
 
@@ -376,7 +378,7 @@ class HttpApi:
         routed = routed or read or await self._read_routed(request, body)
         name = routed.model
         model = chosen_model(name)
-        pools = models.forwards_to(model)
+        pools = models.resolve(model).forwarding
         if not pools:
             return None
         view = pools[0]

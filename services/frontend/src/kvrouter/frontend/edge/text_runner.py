@@ -39,7 +39,7 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     Raises:
         UnknownModel, NoWorkers, BadRequest, PromptTooLong, RateLimited, Overloaded.
     """
-    view, _ = models.resolve(request.fields.model)
+    view = models.resolve(request.fields.model).views[0]
     model = view.descriptor.model
     pools = models.pools(request.fields.model, forwarding=False)
     constraint = request.fields.structured_output()

@@ -93,6 +93,13 @@ class EngineAnswer:
             await self._budget.turn(cost_us)
         return part
 
+    async def read(self, most: int) -> bytes:
+        """Returns the body, or its first ``most`` bytes. Raises as ``part``."""
+        body = bytearray()
+        while len(body) < most and (part := await self.part()):
+            body += part
+        return bytes(body[:most])
+
     async def pass_on(self, take: Callable[[bytes], None], client: EventStream | None) -> None:
         """Passes on the parts of the body until its end, each in the step in which it arrives while the client reads.
 

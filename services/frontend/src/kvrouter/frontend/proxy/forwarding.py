@@ -289,9 +289,7 @@ class EngineCalls:
 
     async def _refusal(self, answer: EngineAnswer) -> AllBusy | DependencyAway | EngineFailed:
         """Returns the error for a response with which an engine says that another one may serve the request."""
-        body = b""
-        while len(body) < _MAX_FAILURE_BYTES and (part := await answer.part()):
-            body += part[: _MAX_FAILURE_BYTES - len(body)]
+        body = await answer.read(_MAX_FAILURE_BYTES)
         message = f"its OpenAI API answers {answer.status}: {self._shown(body.decode(errors='replace'))[:256]}"
         is_whole = answer.content_type == _JSON_TYPE and answer.is_read
         if is_whole and not (self._is_authenticated and quotes_internal(body)):
@@ -304,15 +302,13 @@ class EngineCalls:
 
     async def _read_prefill(self, answer: EngineAnswer, receiver: WorkerAttempt) -> None:
         """Reads the response of a prefill engine, which the client does not get."""
-        kept = bytearray()
-        while part := await answer.part():
-            kept += part
-            if len(kept) > _MAX_PREFILL_BYTES:
-                raise DependencyAway(f"its OpenAI API answers a prefill with more than {_MAX_PREFILL_BYTES} bytes")
+        body = await answer.read(_MAX_PREFILL_BYTES + 1)
+        if len(body) > _MAX_PREFILL_BYTES:
+            raise DependencyAway(f"its OpenAI API answers a prefill with more than {_MAX_PREFILL_BYTES} bytes")
         if answer.status != HTTPStatus.OK:
-            failure = self._shown(kept.decode(errors="replace"))
+            failure = self._shown(body.decode(errors="replace"))
             raise DependencyAway(f"its OpenAI API answers {answer.status}: {failure[:256]}")
-        params = transfer_params(kept)
+        params = transfer_params(body)
         receiver.take(DetailedOutput(1, finish_reason=FinishReason.FINISH_REASON_LENGTH, transfer_params=params))
         receiver.on_end()
 

@@ -151,7 +151,7 @@ class ModelChoices:
 
     def _is_ready(self, choice: ModelChoice) -> bool:
         try:
-            serving = self._models.resolve_all(choice.model)
+            serving = self._models.resolve(choice.model)
             views = of_pool(serving.views, choice.pool)
         except KvRouterError:
             return False

@@ -130,10 +130,12 @@ class RequestRunner:
                 access.enforce(
                     lambda caller: check_generation(caller, request, access.fields, access.salts), "Generate"
                 )
-            views, lora_name, _ = self.models.resolve_all(request.model)
+            views, lora_name, _ = self.models.resolve(request.model)
             known_model = views[0].descriptor.model
             identity = with_content(prompt, request.multimodal_hashes)
-            deaths = RequestDeaths(self.poison_prompts, _tenant_of(request), known_model, identity)
+            caller = current_caller()
+            tenant = request.scope.tenant if caller is None else caller.tenant
+            deaths = RequestDeaths(self.poison_prompts, tenant, known_model, identity)
             if lora_name:
                 request.model = known_model
                 request.scope.lora_name = lora_name
@@ -245,9 +247,3 @@ class RequestRunner:
             lambda view: self._disaggregation.stage(view, through or self.workers, deaths),
             is_estimated=through is not None and through.is_estimated,
         )
-
-
-def _tenant_of(request: FrontendServiceGenerateRequest) -> str:
-    """Returns the tenant of a request: its caller's, or without authentication that of its scope."""
-    caller = current_caller()
-    return request.scope.tenant if caller is None else caller.tenant

@@ -52,18 +52,7 @@ class ServedModels:
         self._forwarding: set[ComponentName] = set()
         self._only_forwarding: set[ComponentName] = set()
 
-    def resolve(self, model: str) -> tuple[ComponentView, str]:
-        """Returns the component serving a model or LoRA adapter, and the adapter's name; empty for a base model.
-
-        Of several components it is the one with the most live workers: all of a model share its tokenizer.
-
-        Raises:
-            UnknownModel: no component serves it.
-        """
-        serving = self.resolve_all(model)
-        return serving.views[0], serving.lora_name
-
-    def resolve_all(self, model: str) -> Serving:
+    def resolve(self, model: str) -> Serving:
         """Returns the components serving a model or LoRA adapter. If one was chosen with the model, it is that.
 
         Raises:
@@ -91,10 +80,6 @@ class ServedModels:
         if self._directory.components is not self._derived_from:
             self._derive()
         return bool(self._forwarding)
-
-    def forwards_to(self, model: str) -> list[ComponentView]:
-        """Returns the components of a model whose workers all have an OpenAI API, the largest first."""
-        return self.resolve_all(model).forwarding
 
     def pools(self, model: str, *, forwarding: bool) -> Sequence[ComponentView]:
         """Returns the components of a model or adapter requests can be sent to; all if they can to none.
@@ -128,7 +113,7 @@ class ServedModels:
 
     def has_text(self, model: str) -> bool:
         """Returns whether the output of a model or LoRA adapter is returned as text."""
-        return self.texts.any_loaded and self.texts.find(self.resolve(model)[0].descriptor.model) is not None
+        return self.texts.any_loaded and self.texts.find(self.resolve(model).views[0].descriptor.model) is not None
 
     def text_of(self, model: str, field: str) -> ModelText:
         """Returns the tokenizer and template of a model or adapter.
@@ -142,13 +127,13 @@ class ServedModels:
             NoWorkers: the model has no live worker, so nothing is known of its tokenizer.
             BadRequest: the model has no tokenizer here.
         """
-        view, _ = self.resolve(model)
+        view = self.resolve(model).views[0]
         if not view.workers and self.texts.find(view.descriptor.model) is None:
             raise NoWorkers(f"{view.name} has no live worker")
         return self.texts.get(view.descriptor.model, field)
 
     def _serving(self, model: str) -> Serving:
-        """Returns the same as ``resolve_all``, whoever the caller is."""
+        """Returns the same as ``resolve``, whoever the caller is."""
         if self._directory.components is not self._derived_from:
             self._derive()
         serving = self._resolved.get(model)

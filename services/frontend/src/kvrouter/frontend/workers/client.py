@@ -9,12 +9,11 @@ from typing import Protocol
 
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import encode_with_prompt
-from kvrouter.frontend.workers.attempt import Dispatch, RunningCall, WorkerAttempt
-from kvrouter.frontend.workers.connection import Probe, ResponseReceiver, WorkerConnection
+from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
+from kvrouter.frontend.workers.connection import Probe, WorkerConnection
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.net.tls import Tls
-from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -68,28 +67,9 @@ class WorkerPool:
             del self._connections[endpoint]
             await connection.close()
 
-    def start(self, endpoint: str, request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> RunningCall:
-        """Calls Generate with an encoded WorkerServiceGenerateRequest.
-
-        The receiver gets encoded WorkerServiceGenerateResponse messages, then the end or the error of the call.
-        """
-        return self._connection(endpoint).generate(request, receiver, deadline=deadline)
-
-    def is_connected(self, endpoint: str) -> bool:
-        """Returns whether there is a connection to a worker."""
-        return self._connection(endpoint).is_connected
-
-    async def abort(self, endpoint: str, request_id: str) -> bool:
-        """Aborts a request at a worker. Returns whether the worker could be reached soon."""
-        return await self._connection(endpoint).abort(request_id)
-
-    def ping(self, endpoint: str) -> asyncio.Future[bool] | None:
-        """Pings a worker with an open call stream; see ``WorkerConnection.ping``."""
-        return self._connection(endpoint).ping()
-
     async def probe(self, endpoint: str) -> Probe:
         """Checks a worker's health; see ``WorkerConnection.probe``."""
-        connection = self._connection(endpoint)
+        connection = self.connection(endpoint)
         await self._close_surplus()
         return await connection.probe()
 
@@ -99,7 +79,8 @@ class WorkerPool:
             while self._connections:
                 group.create_task(self._connections.popitem()[1].close())
 
-    def _connection(self, endpoint: str) -> WorkerConnection:
+    def connection(self, endpoint: str) -> WorkerConnection:
+        """Returns the connection to a worker, which the first call opens."""
         connection = self._connections.get(endpoint)
         if connection is None:
             connection = self._connections[endpoint] = WorkerConnection(
@@ -163,7 +144,8 @@ class WorkerClient:
         endpoint, deadline = dispatch.endpoint, dispatch.deadline
         attempt = WorkerAttempt(dispatch, self.health.begin(endpoint, dispatch.prompt_tokens), self.metrics)
         encoded = encode_with_prompt(dispatch.request, dispatch.prompt)
-        attempt.start(lambda receiver: self._pool.start(endpoint, encoded, receiver, deadline=deadline))
+        connection = self._pool.connection(endpoint)
+        attempt.start(lambda receiver: connection.generate(encoded, receiver, deadline=deadline))
         return attempt
 
     async def answers(self, endpoint: str) -> bool:
@@ -178,7 +160,7 @@ class WorkerClient:
 
     async def is_reachable(self, endpoint: str) -> bool:
         """Returns False if a worker refuses connections now. Costs nothing if there is a connection already."""
-        if self._pool.is_connected(endpoint):
+        if self._pool.connection(endpoint).is_connected:
             return True
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
@@ -188,4 +170,4 @@ class WorkerClient:
 
     async def abort(self, endpoint: str, request_id: str) -> bool:
         """Aborts a request a worker may still run. Returns whether the worker could be reached soon."""
-        return await self._pool.abort(endpoint, request_id)
+        return await self._pool.connection(endpoint).abort(request_id)

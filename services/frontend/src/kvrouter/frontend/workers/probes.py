@@ -214,7 +214,7 @@ class WorkerProbes:
 
     def _begin(self, group: asyncio.TaskGroup, endpoint: str) -> None:
         """Begins a probe. A ping of an open stream takes no task, which would cost more than the ping."""
-        pong = self._pool.ping(endpoint)
+        pong = self._pool.connection(endpoint).ping()
         if pong is None:
             self._asking[endpoint] = group.create_task(self._ask(endpoint))
         else:
