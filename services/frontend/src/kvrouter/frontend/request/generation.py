@@ -144,11 +144,6 @@ class Generation:
         self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{os.urandom(4).hex()}"
         self._link = links.link(view.name, self._input.client_hashes, request.conversation_id)
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the client's prompt."""
-        return self._input.client_prompt_tokens
-
     def output_seconds(self) -> tuple[float, float]:
         """Returns the times from the arrival to the first output, and from there to the last, in seconds; 0 without."""
         if not self._first_output_ns:

@@ -194,7 +194,7 @@ class RequestRunner:
                 gen_ai.ended(failure, (time.perf_counter_ns() - began_ns) / 1e9)
                 if generation is not None and (output_tokens := generation.output_tokens):
                     counted = None if through is None else through.counted_prompt_tokens
-                    gen_ai.used(counted if is_estimated else generation.prompt_tokens, output_tokens)
+                    gen_ai.used(counted if is_estimated else tokens, output_tokens)
                     if not failure:
                         gen_ai.succeeded(*generation.output_seconds(), output_tokens)
             if generation is not None:

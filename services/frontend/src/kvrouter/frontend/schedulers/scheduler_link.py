@@ -154,12 +154,7 @@ class SchedulerLink:
             request.tenant, request.tenant_weight = self._tenant()
         name = self._updates.select(request.booking)
         try:
-            while True:
-                session = self._session or await self._wait_session(deadline)
-                if session is None:
-                    if sent:
-                        self._release(name, request.booking)
-                    raise self._unanswered()
+            while (session := self._session or await self._wait_session(deadline)) is not None:
                 sent = True
                 try:
                     self._send_updates(session)
@@ -167,8 +162,7 @@ class SchedulerLink:
                 except SelectionUnanswered:
                     if session.has_ended:
                         continue
-                    self._release(name, request.booking)
-                    raise self._unanswered() from None
+                    break
                 except (NotFound, UnknownModel, NoWorkers):
                     if time.monotonic() >= self._young_until or deadline.before_answer() == 0:
                         raise
@@ -180,6 +174,9 @@ class SchedulerLink:
                 if selected.sharding_advised:
                     self._on_sharding_advised()
                 return selected
+            if sent:
+                self._release(name, request.booking)
+            raise self._unanswered()
         except asyncio.CancelledError:
             if sent:
                 self._release(name, request.booking)

@@ -150,23 +150,19 @@ class WorkerClient:
 
     async def answers(self, endpoint: str) -> bool:
         """Returns whether a worker is registered and answers a probe within half a second."""
-        if endpoint not in self.health.endpoints():
-            return False
-        try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                return await self._pool.probe(endpoint) is Probe.ANSWERED
-        except TimeoutError:
-            return False
+        return endpoint in self.health.endpoints() and await self._probe(endpoint) is Probe.ANSWERED
 
     async def is_reachable(self, endpoint: str) -> bool:
         """Returns False if a worker refuses connections now. Costs nothing if there is a connection already."""
-        if self._pool.connection(endpoint).is_connected:
-            return True
+        is_connected = self._pool.connection(endpoint).is_connected
+        return is_connected or await self._probe(endpoint) is not Probe.UNREACHABLE
+
+    async def _probe(self, endpoint: str) -> Probe:
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                return await self._pool.probe(endpoint) is not Probe.UNREACHABLE
+                return await self._pool.probe(endpoint)
         except TimeoutError:
-            return True
+            return Probe.SILENT
 
     async def abort(self, endpoint: str, request_id: str) -> bool:
         """Aborts a request a worker may still run. Returns whether the worker could be reached soon."""
