@@ -185,7 +185,7 @@ class HttpApi:
         return request.path not in self._settings.engine_routes or request.content_type != _FORM_TYPE
 
     def _read_routed(self, request: web.Request, body: _Body) -> Awaitable[RoutedBody]:
-        """Reads the fields of a body that decide where it goes."""
+        """Reads the fields of a body by which it is routed."""
         return RoutedBody.read(
             body,
             self._work,
@@ -336,7 +336,7 @@ class HttpApi:
         chosen, size = chosen_model(""), len(body)
 
         def check_text(model: str) -> None:
-            """Checks that the model has a tokenizer, and that a text of this size may be tokenized."""
+            """Checks whether the model has a tokenizer, and whether a text of this size may be tokenized."""
             self._frontend.models.text_of(chosen or model, "prompt")
             self._check_text(size)
 

@@ -57,7 +57,7 @@ _NOT_FORWARDED = frozenset(
 )
 _NOT_RETURNED = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "trailer", "date", "server"})
 _NOT_RETURNED_REWRITTEN = _NOT_RETURNED | {"content-length"}
-"""Headers that a response does not keep if fields are removed from it."""
+"""Headers which a response loses if fields are removed from it."""
 _ENCODING = frozenset({"accept-encoding"})
 # Reading one from its enum takes over a microsecond.
 _PREFILL, _STOP = Stage.STAGE_PREFILL, FinishReason.FINISH_REASON_STOP
@@ -105,12 +105,12 @@ def generate_request(
 
 
 class Engines(NamedTuple):
-    """The access to engines that all requests share."""
+    """The access to engines, shared by all requests."""
 
     connections: EngineConnections
     """Connections to their OpenAI APIs."""
     session: aiohttp.ClientSession
-    """Connections that show whether one lives."""
+    """Connections to see whether one lives."""
     runner: RequestRunner
     """Has the workers, and the options of the Frontend."""
 

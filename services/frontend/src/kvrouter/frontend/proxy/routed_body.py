@@ -103,7 +103,7 @@ class RoutedBody(msgspec.Struct, frozen=True):
         return not self.is_tokenized or bool(self.media)
 
     def named(self, model: str, headers: Mapping[str, str], conversation: str, pool: str = "") -> RoutedBody:
-        """Returns the body with the model and pool chosen for it, the rank that headers name, and its conversation.
+        """Returns the body with the model and pool chosen for it, the rank in its headers, and its conversation.
 
         Raises:
             BadRequest: the rank is not a number.

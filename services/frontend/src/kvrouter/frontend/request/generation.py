@@ -346,7 +346,7 @@ class Generation:
     async def _place(
         self, prefill: PrefillStage, attempt: int, deadline: Deadline
     ) -> tuple[SelectWorkerResponse, LiveBooking]:
-        """Books a rank. A prefill worker computes the prompt if that is worth it and succeeds.
+        """Books a rank, and has a prefill worker compute the prompt if it is worth it.
 
         Raises:
             KvRouterError: no rank could be chosen.

@@ -53,7 +53,7 @@ class ServedModels:
         self._only_forwarding: set[ComponentName] = set()
 
     def resolve(self, model: str) -> Serving:
-        """Returns the components serving a model or LoRA adapter. If one was chosen with the model, it is that.
+        """Returns the components serving a model or LoRA adapter, or the one chosen with the model.
 
         Raises:
             UnknownModel: no component serves it.
@@ -150,7 +150,7 @@ class ServedModels:
         return [view for view in views if view.name in self._forwarding]
 
     def _derive(self) -> None:
-        """Renews all that is derived from the registrations, since they have changed."""
+        """Renews everything derived from the registrations, since they have changed."""
         self._derived_from = components = self._directory.components
         self._resolved = {}
         self._forwarding = {

@@ -290,7 +290,7 @@ class SchedulerLink:
         self._schedule_send()
 
     def _release(self, name: Key, key: BookingKey) -> None:
-        """Frees a booking that a selection may have made."""
+        """Frees a booking which a selection may have made."""
         self._updates.free(name, pb.FreeRequest(booking=key))
         self._schedule_send()
 

@@ -105,7 +105,7 @@ class WorkerAttempt:
         self._max_tokens = dispatch.request.stop_conditions.max_tokens if max_tokens is None else max_tokens
         self._limit = OutputLimit(self._max_tokens)
         self.unattributed: WorkerFailure | None = None
-        """How it failed, if that is not certainly its worker's fault."""
+        """Its failure, if it may not be its worker's fault."""
         self._missed_to_leave = 0
         """Number of missed probes at which a suspected worker is left."""
         self._call: RunningCall | None = None
