@@ -267,7 +267,7 @@ async def test_handlers_see_metadata_and_time() -> None:
     seen: list[Any] = []
 
     async def see(context: Any) -> None:
-        seen.append((dict(context.invocation_metadata()), context.time_remaining(), context.names()))
+        seen.append((dict(context.invocation_metadata()), context.time_remaining(), context.connection.names))
 
     async with serving() as running, running.channel() as channel:
         running.server.add_registered_method_handlers(

@@ -88,7 +88,7 @@ async def test_a_server_knows_the_dns_names_of_a_client(authority: DevelopmentAu
     names: list[tuple[str, ...]] = []
 
     async def see(_incoming: object, context: ReceivedCall) -> None:
-        names.append(context.names())
+        names.append(context.connection.names)
 
     server = LoopServer(CallGate(), tls=Tls(options(authority.issue("scheduler"), client_auth="required")))
     handlers = {"See": grpc.stream_stream_rpc_method_handler(see)}

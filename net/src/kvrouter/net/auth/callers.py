@@ -128,7 +128,8 @@ class CallerCheck:
     def peer(self, context: ReceivedCall) -> CallerPeer:
         """Returns the peer of a call."""
         shown = _shown(context.invocation_metadata()) if self._token is not None else ""
-        return self.peer_of(context.names() if self._roles else (), shown, context.peer())
+        connection = context.connection
+        return self.peer_of(connection.names if self._roles else (), shown, connection.peer)
 
     def peer_of(self, names: tuple[str, ...], shown: str | bytes, address: str) -> CallerPeer:
         """Returns the peer with these names in its certificate, the token that it shows, and its address."""

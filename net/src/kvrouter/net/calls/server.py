@@ -15,6 +15,7 @@ from kvrouter.net.calls.limits import CallLimits, CallStreamCounts
 from kvrouter.net.calls.server_call import Method, Peer, PeerCheck, ServerCall, StreamingHandler, UnaryHandler
 from kvrouter.net.calls.server_connection import StreamConnection, refuse
 from kvrouter.net.http2 import ReceivedCall
+from kvrouter.net.http2.received_calls import ReceivedCalls
 from kvrouter.net.logs import get_logger
 from kvrouter.v1 import calls_pb2
 from kvrouter.v1.error_encoding import set_error
@@ -47,7 +48,8 @@ class CallStreamServer:
         self.limits = CallLimits() if limits is None else limits
         self._methods: list[Method] = []
         self._connections: set[StreamConnection] = set()
-        self._streams_by_peer: Counter[str] = Counter()
+        self._streams: Counter[ReceivedCalls] = Counter()
+        """Number of streams by connection."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_opening: Callable[[ReceivedCall, bool], None] = lambda _stream, _admitted: None
         """Called with a new stream, and whether it is admitted."""
@@ -86,24 +88,24 @@ class CallStreamServer:
             await self._changed.wait()
 
     async def _serve(self, _requests: object, context: ReceivedCall) -> None:
-        address = context.peer()
+        connection = context.connection
         try:
             peer = None if self._check is None else self._check.peer(context)
             if peer is not None:
                 peer.open_stream(self._names)
-            self._make_room(address)
+            self._make_room(connection)
         except KvRouterError as refused:
             self.on_opening(context, False)
             set_error(context, refused)
             return
         self.on_opening(context, True)
-        self._streams_by_peer[address] += 1
+        self._streams[connection] += 1
         try:
             await self._serve_admitted(context, peer)
         finally:
-            self._streams_by_peer[address] -= 1
-            if not self._streams_by_peer[address]:
-                del self._streams_by_peer[address]
+            self._streams[connection] -= 1
+            if not self._streams[connection]:
+                del self._streams[connection]
 
     async def _serve_admitted(self, context: ReceivedCall, peer: Peer | None) -> None:
         try:
@@ -130,16 +132,16 @@ class CallStreamServer:
             self._connections.discard(connection)
             self._changed.set()
 
-    def _make_room(self, address: str) -> None:
+    def _make_room(self, connection: ReceivedCalls) -> None:
         """Makes room for a further stream.
 
         Raises:
             KvRouterError: there is none.
         """
         limits = self.limits
-        if self._streams_by_peer[address] >= limits.connection_streams:
+        if self._streams[connection] >= limits.connection_streams:
             raise TooLarge(f"the connection has its {limits.connection_streams} call streams already")
-        if self._streams_by_peer.total() < limits.server_streams:
+        if self._streams.total() < limits.server_streams:
             return
         idle = (connection for connection in self._connections if connection.idle_ticks)
         longest = max(idle, key=lambda connection: connection.idle_ticks, default=None)

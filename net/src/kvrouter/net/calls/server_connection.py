@@ -171,6 +171,6 @@ class StreamConnection:
 
 def refuse(context: ReceivedCall, violation: ProtocolViolation) -> None:
     """Ends a stream because of a violation."""
-    log.warning("call_stream.refused", peer=context.peer(), reason=violation.reason, cause=str(violation))
+    log.warning("call_stream.refused", peer=context.connection.peer, reason=violation.reason, cause=str(violation))
     advice = "Follow the rules of kvrouter/v1/calls.proto."
     set_error(context, BadRequest(str(violation), code=violation.code, advice=advice))

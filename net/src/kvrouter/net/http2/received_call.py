@@ -274,14 +274,6 @@ class ReceivedCall:
         """Returns the seconds until the client gives up; None if it never does."""
         return None if self._deadline is None else max(0.0, self._deadline - self.connection.loop.time())
 
-    def names(self) -> tuple[str, ...]:
-        """Returns the names in the client's certificate; empty if it showed none that is valid."""
-        return self.connection.names
-
-    def peer(self) -> str:
-        """Returns the client's address, as gRPC names it."""
-        return self.connection.peer
-
     def finish(self) -> None:
         """Sends the status."""
         if self.is_over:

@@ -46,7 +46,7 @@ class ReceivedCalls(Http2Side):
         self.peer = ""
         """Address of the client, as gRPC names it."""
         self.names: tuple[str, ...] = ()
-        """Names in the client's certificate."""
+        """Names in the client's certificate; empty if it showed none that is valid."""
         self.is_admitted = False
         """Whether a call was admitted. This and the allowance belong to ``PeerConduct``."""
         self.allowance: tuple[float, float] | None = None
