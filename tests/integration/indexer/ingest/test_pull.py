@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from kvrouter.indexer.ingest import jetstream
 from kvrouter.indexer.ingest.jetstream import REQUESTED_MESSAGES, Pull
 from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
@@ -72,6 +73,25 @@ async def test_after_none_the_server_sends_nothing_until_the_next_fetch(
                 await asyncio.sleep(0.01)
         assert (info.num_waiting, info.delivered.consumer_seq if info.delivered else 0) == (0, 0)
         assert await taken(pull, 1) == [b"late"]
+
+
+async def test_the_late_end_of_a_request_is_not_taken_for_that_of_the_next(
+    connection: Client, component: ComponentName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reading(connection, component) as (js, pull):
+
+        async def requests(count: int) -> None:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while (await js.consumer_info(component.stream, DURABLE)).num_waiting != count:
+                    await asyncio.sleep(0.01)
+
+        monkeypatch.setattr(jetstream, "_MARGIN_SECONDS", -1.0)
+        assert await pull.take(SHORT_SECONDS) == []
+        waiting = asyncio.create_task(pull.take(LONG_SECONDS))
+        await requests(2)
+        await requests(1)
+        await js.publish(component.events_subject(1, 0), b"next")
+        assert [message.data for message in await waiting] == [b"next"]
 
 
 async def test_a_deleted_consumer_is_an_error(connection: Client, component: ComponentName) -> None:

@@ -48,6 +48,10 @@ class Pull:
         self._connection = connection
         self._subject = f"{DEFAULT_PREFIX}.CONSUMER.MSG.NEXT.{stream}.{durable}"
         self._inbox = connection.new_inbox()
+        self._reply = ""
+        """Where the answers to the last request go. Each request has a subject of its own, since the end of one may
+        arrive after the next one was sent: taken for the end of that one, it would cause a further request for good."""
+        self._requests = 0
         self._subscription: Subscription | None = None
         self._arrived: deque[Msg] = deque()
         self._filled = asyncio.Event()
@@ -62,7 +66,7 @@ class Pull:
         Raises:
             nats.errors.Error: the connection is closed.
         """
-        self._subscription = await self._connection.subscribe(self._inbox, cb=self._receive)
+        self._subscription = await self._connection.subscribe(f"{self._inbox}.*", cb=self._receive)
 
     async def close(self) -> None:
         """Unsubscribes. The server drops its remaining messages for the last request.
@@ -92,17 +96,21 @@ class Pull:
     async def _request(self, wait_seconds: float) -> None:
         expires_ns = round(max(wait_seconds - _MARGIN_SECONDS, wait_seconds / 2) * 1e9)
         self._outstanding = REQUESTED_MESSAGES
+        self._requests += 1
+        self._reply = f"{self._inbox}.{self._requests}"
         if self._end is not None:
             self._end.cancel()
         self._end = asyncio.get_running_loop().call_later(wait_seconds, self._expire)
         request = json.dumps({"batch": REQUESTED_MESSAGES, "expires": expires_ns}).encode()
-        await self._connection.publish(self._subject, request, self._inbox)
+        await self._connection.publish(self._subject, request, self._reply)
 
     def _expire(self) -> None:
         self._outstanding = 0
         self._filled.set()
 
     async def _receive(self, message: Msg) -> None:
+        if _status(message) is not None and message.subject != self._reply:
+            return
         # Any client can publish to the inbox. What does not fit is missed by its number if it was a delivery.
         if len(self._arrived) < 2 * REQUESTED_MESSAGES:
             self._arrived.append(message)
@@ -113,8 +121,7 @@ class Pull:
         messages: list[Msg] = []
         while self._arrived:
             message = self._arrived.popleft()
-            status = message.headers.get(Header.STATUS) if message.headers else None
-            if status is None:
+            if (status := _status(message)) is None:
                 messages.append(message)
                 self._outstanding -= 1
                 continue
@@ -126,6 +133,10 @@ class Pull:
                 break
             APIError.from_msg(message)  # raises
         return messages
+
+
+def _status(message: Msg) -> str | None:
+    return message.headers.get(Header.STATUS) if message.headers else None
 
 
 AWAY = (nats.errors.Error, TimeoutError, OSError)
