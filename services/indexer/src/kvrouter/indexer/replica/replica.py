@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 
@@ -15,12 +17,15 @@ from kvrouter.net.etcd import LeasedKeys
 from kvrouter.net.local import LocalKeys, LocalMessages, LocalStates
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName, worker_id_of_key
+from kvrouter.v1.registry_pb2 import AppliedRecord
 from nats.aio.client import Client
 
 log = structlog.get_logger(component="indexer")
 
-_RECORD_SECONDS = 1.0
-"""Interval of writing the applied sequence to etcd, if it changed."""
+_LOOK_SECONDS = 1.0
+"""Interval of looking for components without an applied record."""
+_RECORD_SECONDS = 5.0
+"""Shortest time between two applied records. Every process of the system is told of each one."""
 
 
 @dataclass(eq=False)
@@ -53,7 +58,8 @@ class Replica:
         """Whether the components of the namespace are known."""
         self._slots = asyncio.Semaphore(self.fetches)
         self._tasks: dict[ComponentName, asyncio.Task[None]] = {}
-        self._recorded: dict[ComponentName, bytes] = {}
+        self._recorded: dict[ComponentName, tuple[AppliedRecord, float]] = {}
+        """The last record of each component, and when it was written, seconds of the monotonic clock."""
 
     @property
     def ready(self) -> bool:
@@ -125,10 +131,11 @@ class Replica:
 
     async def _record_applied(self) -> None:
         while True:
+            now = time.monotonic()
             for name, component in self.components.items():
                 record = component.applied_record
-                value = record.SerializeToString() if record else b""
-                if value and self._recorded.get(name) != value:
-                    self._recorded[name] = value
-                    self.keys.put(name.applied_key(self.id), value)
-            await asyncio.sleep(_RECORD_SECONDS)
+                former, written_at = self._recorded.get(name, (None, -math.inf))
+                if record and record != former and now - written_at >= _RECORD_SECONDS:
+                    self._recorded[name] = record, now
+                    self.keys.put(name.applied_key(self.id), record.SerializeToString())
+            await asyncio.sleep(_LOOK_SECONDS)
