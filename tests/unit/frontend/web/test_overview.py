@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -77,11 +78,26 @@ def test_history_survives_a_restarted_scheduler_and_an_absent_one() -> None:
     assert [point.prompt_tokens for point in history.points] == [0, 200, 100]
 
 
-def test_history_is_bounded() -> None:
+def test_history_is_of_an_hour_and_knows_the_length_of_intervals() -> None:
     history = History()
-    for _ in range(500):
-        history.take(system())
+    for number in range(500):
+        history.take(replace(system(), at=AT + timedelta(seconds=10 * number)))
     assert len(history.points) == 360
+    assert {point.seconds for point in history.points} == {10.0}
+
+
+def test_history_is_at_rest_while_nothing_runs_or_ends() -> None:
+    history = History()
+    history.take(system())
+    assert not history.at_rest, "nothing is known of the time before"
+    for response, at_rest in (
+        (status(rank()), True),
+        (status(rank(active_requests=1)), False),
+        (status(rank(prompt=1500)), False),
+        (status(rank(prompt=1500)), True),
+    ):
+        history.take(system(response))
+        assert history.at_rest == at_rest
 
 
 def test_a_service_that_is_away_is_an_error() -> None:

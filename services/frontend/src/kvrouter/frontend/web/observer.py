@@ -11,7 +11,7 @@ from kvrouter.frontend.recording.popular_prefixes import PopularPrefix, PopularP
 from kvrouter.frontend.schedulers.indexer_client import IndexerClient
 from kvrouter.frontend.web.overview import decision, overview
 from kvrouter.frontend.web.problems import problems
-from kvrouter.frontend.web.traffic import INTERVAL_SECONDS, History, Traffic
+from kvrouter.frontend.web.traffic import INTERVAL_SECONDS, REST_SECONDS, History, Traffic
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.overview.ranks import HitWindow
@@ -69,7 +69,7 @@ class Observer:
         self._shown: dict[str, Any] = {}
 
     async def run(self) -> None:
-        """Takes a sample every 10 seconds until cancelled."""
+        """Takes a sample every 10 seconds, and every 30 while nothing runs, until cancelled."""
         aged_at = time.monotonic()
         try:
             while True:
@@ -80,7 +80,7 @@ class Observer:
                 if time.monotonic() - aged_at >= _AGEING_SECONDS:
                     aged_at = time.monotonic()
                     self._prefixes.age()
-                await asyncio.sleep(INTERVAL_SECONDS)
+                await asyncio.sleep(REST_SECONDS if self._history.at_rest else INTERVAL_SECONDS)
         finally:
             await self._queries.close()
 

@@ -134,7 +134,9 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 
 INTERVAL_SECONDS = 10.0
-_SAMPLES = 360
+REST_SECONDS = 30.0
+"""Interval while nothing runs: Schedulers report every rank in a sample."""
+_KEPT_SECONDS = 3600.0
 
 _Key = tuple[str, int, str, int, int]
 """(Scheduler, its start, component, worker, rank)."""
@@ -148,6 +150,8 @@ class Point:
 
     at: float
     """Unix time of its end, seconds."""
+    seconds: float
+    """Its length."""
     requests: int
     """Requests that ended, of those whose worker reported its cached tokens."""
     prompt_tokens: int
@@ -167,27 +171,37 @@ class History:
     """Points of the last hour. Pure: samples are given to it."""
 
     def __init__(self) -> None:
-        self._points: deque[Point] = deque(maxlen=_SAMPLES)
+        self._points: deque[Point] = deque()
         self._before: dict[_Key, _Counts] | None = None
+        self._before_at = 0.0
 
     @property
     def points(self) -> list[Point]:
         """The points, oldest first."""
         return list(self._points)
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether no request ran at the end of the last interval, and none ended in it."""
+        return bool(self._points) and not (self._points[-1].active_requests or self._points[-1].requests)
+
     def take(self, system: System) -> None:
         """Adds a point for the time since the previous sample. The first sample only sets the counts."""
-        counts = _counts(system)
+        counts, at = _counts(system), system.at.timestamp()
         if self._before is not None:
             ranks = [rank for _, status in system.components().values() for rank in status.ranks]
             blocks = sum(rank.total_blocks for rank in ranks)
             point = Point(
-                system.at.timestamp(),
+                at,
+                at - self._before_at,
                 *_since(self._before, counts),
                 active_requests=sum(rank.active_requests for rank in ranks),
                 active_share=sum(rank.active_blocks for rank in ranks) / blocks if blocks else None,
             )
             self._points.append(point)
+            while self._points[0].at <= at - _KEPT_SECONDS:
+                self._points.popleft()
+        self._before_at = at
         if counts or self._before is None:
             # While no Scheduler answers, the former counts stay, so that what happened meanwhile is not lost.
             self._before = counts

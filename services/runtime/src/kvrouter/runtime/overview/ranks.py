@@ -105,9 +105,10 @@ class HitWindow:
 
 def _sums(system: System) -> dict[_Key, _Sums]:
     return {
-        (status.scheduler_id, status.started_unix_ns, name_of(each.component), rank_of(rank.rank)): _of(rank.cache_hits)
+        (status.scheduler_id, status.started_unix_ns, name, rank_of(rank.rank)): _of(rank.cache_hits)
         for status in system.statuses
         for each in status.components
+        for name in (name_of(each.component),)
         for rank in each.ranks
     }
 

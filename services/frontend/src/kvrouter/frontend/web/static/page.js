@@ -191,7 +191,6 @@ function errorTable(name, traffic, errors, value) {
 }
 
 function drawCharts(history) {
-  const seconds = history.length > 1 ? history[1].at - history[0].at : 10;
   const points = (value) => history.map((point) => ({ at: point.at, value: value(point) }));
   drawLine(byId("chart-hits"), points((p) => (p.prompt_tokens ? p.cached_tokens / p.prompt_tokens : null)), {
     most: 1,
@@ -199,7 +198,7 @@ function drawCharts(history) {
     title: "Cache hit rate",
     others: points((p) => bestHeld(p.prompt_tokens, p.cached_tokens, p.predicted_prompt_tokens, p.reachable_tokens)),
   });
-  drawLine(byId("chart-saved"), points((p) => p.cached_tokens / seconds), { most: null, format: (value) => `${short(value)}/s`, title: "Prefill tokens saved per second" });
+  drawLine(byId("chart-saved"), points((p) => p.cached_tokens / p.seconds), { most: null, format: (value) => `${short(value)}/s`, title: "Prefill tokens saved per second" });
   drawLine(byId("chart-active"), points((p) => p.active_share), { most: 1, format: share, title: "Share of KV blocks in use" });
 }
 
