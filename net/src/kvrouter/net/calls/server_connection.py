@@ -12,6 +12,7 @@ from kvrouter.net.calls.server_call import Method, Peer, ServerCall
 from kvrouter.net.calls.server_stream import ServerStream
 from kvrouter.net.http2 import ReceivedCall
 from kvrouter.net.logs import get_logger
+from kvrouter.net.ticks import tick
 from kvrouter.v1.calls_pb2 import OpenCallStreamRequest
 from kvrouter.v1.error_encoding import set_error
 from kvrouter.v1.errors import BadRequest, KvRouterError
@@ -133,7 +134,7 @@ class StreamConnection:
         stream = self.stream
         silent = ticks_left = 0
         while silent < _SILENT_TICKS:
-            await asyncio.sleep(_TICK_SECONDS)
+            await tick(_TICK_SECONDS)
             silent = silent + 1 if stream.sends_pings and not stream.heard else 0
             stream.heard = False
             stream.tick()

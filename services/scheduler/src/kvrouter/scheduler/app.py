@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from random import Random
 
 import structlog
+from kvrouter.net.ticks import tick
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.process.context import Runtime
 from kvrouter.scheduler.api.drains import Drains
@@ -43,7 +44,7 @@ from kvrouter.scheduler.workers.descriptors import write_descriptors
 
 log = structlog.get_logger(component="scheduler")
 
-_EXPIRY_SECONDS = 0.5
+_EXPIRY_SECONDS = 0.4
 """Interval between checks for expired leases and grace periods, in seconds; far below either."""
 _PREDICTION_EXPIRY_SECONDS = 1.0
 """Interval at which expired predicted blocks are dropped, in seconds. They no longer count, but use memory."""
@@ -213,5 +214,5 @@ async def running(
 
 async def _every(seconds: float, action: Callable[[], None]) -> None:
     while True:
-        await asyncio.sleep(seconds)
+        await tick(seconds)
         action()

@@ -6,7 +6,6 @@ say how they do it at ``/tokenize``. An engine without it is not compared.
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Final
@@ -18,6 +17,7 @@ from kvrouter.engines.keys import EngineKeys
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.text_models import TextModels
+from kvrouter.net.ticks import tick
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.v1.errors import BadRequest, KvRouterError
 from kvrouter.v1.registry_pb2 import WorkerRegistration
@@ -113,7 +113,7 @@ class PromptComparison:
                         self._compared[key] = (text, await self._compare(session, worker, text))
                     except _Unanswered:
                         continue  # It is tried again.
-                await asyncio.sleep(_PAUSE_SECONDS)
+                await tick(_PAUSE_SECONDS)
 
     def _workers(self) -> Iterable[WorkerRegistration]:
         for view in self._directory.components.values():

@@ -12,6 +12,7 @@ import structlog
 from kvrouter.frontend.schedulers.scheduler_connection import LocalConnection, SchedulerConnection, StreamConnection
 from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamCounts
+from kvrouter.net.ticks import tick
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
@@ -171,8 +172,9 @@ class RemoteSchedulers:
         """
         running = asyncio.create_task(connection.run())
         try:
-            while not running.done() and (connection.running_calls or self._is_registered(endpoint)):  # noqa: ASYNC110 - calls end without a notice
-                await asyncio.sleep(_REGISTRATION_SECONDS)
+            # Calls end without a notice.
+            while not running.done() and (connection.running_calls or self._is_registered(endpoint)):
+                await tick(_REGISTRATION_SECONDS)
         finally:
             del self._connections[endpoint]
             running.cancel()

@@ -25,6 +25,7 @@ from kvrouter.frontend.workers.connection import Probe
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import ObservedWorker
+from kvrouter.net.ticks import tick
 from kvrouter.runtime.config.fields import is_url
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
@@ -96,7 +97,7 @@ def _has_generate(worker: ObservedWorker) -> bool:
 
 _IDLE_PROBES_PER_SECOND = 200
 """Maximum rate of probes to workers without running requests. A ping costs about 0.1 ms of processor time."""
-_TURNS = 8
+_TURNS = 5
 """Parts of an interval. Workers of a part are probed together: a timer for each would cost more than the probes."""
 
 
@@ -155,7 +156,7 @@ class WorkerProbes:
         """Looks for stalled workers, and tries them. Intervals of this event loop are counted, as for probes."""
         try:
             while True:
-                await asyncio.sleep(self._interval)
+                await tick(self._interval)
                 self._health.interval_ended(self._interval)
                 self._trials.start_due()
         finally:
@@ -170,7 +171,7 @@ class WorkerProbes:
         try:
             while True:
                 for turn in self._turns:
-                    await asyncio.sleep(self._interval / _TURNS)
+                    await tick(self._interval / _TURNS)
                     self._take_turn(group, turn)
         finally:
             for asking in self._asking.values():

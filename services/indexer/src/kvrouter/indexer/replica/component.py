@@ -28,6 +28,7 @@ from kvrouter.indexer.snapshots.coordinator import SnapshotHome, Snapshots
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.local import LocalStates
 from kvrouter.net.local.messages import LiveMessages
+from kvrouter.net.ticks import seconds_to_tick
 from kvrouter.net.tls import Tls
 from kvrouter.v1.common_pb2 import Component, Cursor, Rank as RankMessage, Transport
 from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats, VerifyResponse
@@ -292,7 +293,7 @@ class ComponentIndex:
             self._compare_silent_ranks()
             self.resync.expire_false_alarms()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_SECONDS):
+                async with asyncio.timeout(seconds_to_tick(_TICK_SECONDS)):
                     await self._changed.wait()
 
     async def _ask_about(self, ranks: list[Rank]) -> None:

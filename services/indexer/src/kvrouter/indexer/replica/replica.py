@@ -15,6 +15,7 @@ from kvrouter.indexer.snapshots.coordinator import SnapshotHome
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import LeasedKeys
 from kvrouter.net.local import LocalKeys, LocalMessages, LocalStates
+from kvrouter.net.ticks import tick
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from kvrouter.v1.registry_pb2 import AppliedRecord
@@ -138,4 +139,4 @@ class Replica:
                 if record and record != former and now - written_at >= _RECORD_SECONDS:
                     self._recorded[name] = record, now
                     self.keys.put(name.applied_key(self.id), record.SerializeToString())
-            await asyncio.sleep(_LOOK_SECONDS)
+            await tick(_LOOK_SECONDS)

@@ -17,6 +17,7 @@ from kvrouter import core
 from kvrouter.net.budgets import TokenBucket
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.rpc.peer_conduct import EvictableCalls
+from kvrouter.net.ticks import TICK_SECONDS
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.http_connections import nobody
@@ -169,7 +170,7 @@ class MetricsHandler:
             return self._newest
 
 
-PERIOD_S = 0.2
+PERIOD_S = TICK_SECONDS
 """Interval between two measurements, seconds."""
 
 _BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
