@@ -101,3 +101,36 @@ async def test_messages_that_were_read_together_are_handled_over_several_passes(
         await publisher.close()
     # At least 50 us are estimated for a message, and two counts may be up to two passes apart.
     assert in_a_pass <= 2 * PASS_US / 50
+
+
+async def test_messages_of_several_subscriptions_are_handled_as_they_were_read(nats_url: str) -> None:
+    client, publisher = TolerantClient(), TolerantClient()
+    failures: list[Exception] = []
+    handled: list[bytes] = []
+    ended = asyncio.Event()
+
+    async def on_error(error: Exception) -> None:
+        failures.append(error)
+
+    async def take(message: Msg) -> None:
+        handled.append(message.data)
+        if message.data == b"1":
+            raise ValueError("unexpected")
+        if message.data == b"5":
+            ended.set()
+
+    await client.connect(nats_url, error_cb=on_error)
+    await publisher.connect(nats_url)
+    try:
+        for subject in ("even", "odd"):
+            await client.subscribe(subject, cb=take)
+        await client.flush()
+        for number in range(6):
+            await publisher.publish("odd" if number % 2 else "even", b"%d" % number)
+        async with asyncio.timeout(30):
+            await ended.wait()
+    finally:
+        await client.close()
+        await publisher.close()
+    assert handled == [b"%d" % number for number in range(6)]
+    assert [str(failure) for failure in failures] == ["unexpected"], "a failed callback ends nothing"

@@ -36,16 +36,12 @@ class LiveMessages(Protocol):
     def is_closed(self) -> bool:
         """Whether it is closed for good."""
 
-    async def subscribe(
-        self, subject: str, *, cb: Receiver, pending_msgs_limit: int = ..., pending_bytes_limit: int = ...
-    ) -> Subscribed:
+    async def subscribe(self, subject: str, *, cb: Receiver) -> Subscribed:
         """Awaits ``cb`` with each message on a subject, one after the other.
 
         Args:
             subject: The subject; ``*`` stands for any token, ``>`` at the end for all further ones.
-            cb: Receives the messages.
-            pending_msgs_limit: Most messages that wait for ``cb``.
-            pending_bytes_limit: Most bytes that wait for ``cb``.
+            cb: Receives the messages. The next one is not read before it has returned.
         """
 
 
@@ -65,14 +61,7 @@ class LocalMessages:
     def __init__(self) -> None:
         self._receivers: dict[LocalSubscription, tuple[list[str], Receiver]] = {}
 
-    async def subscribe(
-        self,
-        subject: str,
-        *,
-        cb: Receiver,
-        pending_msgs_limit: int = 0,  # noqa: ARG002 - no message waits
-        pending_bytes_limit: int = 0,  # noqa: ARG002
-    ) -> LocalSubscription:
+    async def subscribe(self, subject: str, *, cb: Receiver) -> LocalSubscription:
         """Implements LiveMessages."""
         subscription = LocalSubscription(self)
         self._receivers[subscription] = subject.split("."), cb

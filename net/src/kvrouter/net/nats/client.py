@@ -10,7 +10,8 @@ A server pings a client whose first PING is late. The library then stays in stat
 This client answers, and is connected.
 
 The library delivers all it has read before other tasks run. This client takes a turn of the event loop for each
-message.
+message. It awaits the callback of a subscription when it has read the message, where the library hands each message to
+a task, which costs more than most callbacks do. So a callback must not wait for an answer of NATS.
 
 Of headers it parses only those with a status of the server. kvrouter reads no others, and to parse the id
 and the stream of each event took longer than to apply the event.
@@ -79,6 +80,7 @@ class TolerantClient(Client):
 
     async def connect(self, *args: Any, **kwargs: Any) -> None:
         """Connects, as ``Client.connect`` does."""
+        self._budget = loop_budget()
         await or_cancelled(super().connect(*args, **kwargs))
 
     async def request(self, *args: Any, **kwargs: Any) -> Msg:
@@ -124,8 +126,19 @@ class TolerantClient(Client):
         await self._process_op_err(error)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        await loop_budget().turn(_MESSAGE_US + len(data) // _BYTES_PER_US)
-        await super()._process_msg(sid, subject, reply, data, headers)
+        await self._budget.turn(_MESSAGE_US + len(data) // _BYTES_PER_US)
+        subscription = self._subs.get(sid)
+        receive = None if subscription is None or subscription._jsi else subscription._cb  # noqa: SLF001 - no public names
+        if receive is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        message = self._build_message(sid, subject, reply, data, await self._process_headers(headers))
+        try:
+            await receive(message)
+        except Exception as error:
+            await self._error_cb(error)
 
     async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
         if headers is None or not headers.startswith(_STATUS_LINE):

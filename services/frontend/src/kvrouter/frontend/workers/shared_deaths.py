@@ -95,7 +95,7 @@ class SharedDeaths:
     async def run(self) -> None:
         """Sends and receives until cancelled."""
         client = await self._connect()
-        await client.subscribe(self._subject, cb=self._take, pending_msgs_limit=MAX_UNCONFIRMED)
+        await client.subscribe(self._subject, cb=self._take)
         self._client = client
         while True:
             await self._noted.wait()

@@ -44,12 +44,7 @@ class LiveEvents:
 
     async def run(self) -> None:
         """Subscribes and applies messages until cancelled. The client renews the subscription after a reconnect."""
-        subscription = await self._received_from.subscribe(
-            self._component.live_wildcard,
-            cb=self._take,
-            pending_msgs_limit=MAX_PENDING_MESSAGES,
-            pending_bytes_limit=_PENDING_BYTES,
-        )
+        subscription = await self._received_from.subscribe(self._component.live_wildcard, cb=self._take)
         self.subscribed.set()
         try:
             while True:

@@ -21,10 +21,6 @@ from nats.aio.msg import Msg
 
 log = structlog.get_logger(component="scheduler")
 
-_MAX_PENDING_MESSAGES = 65_536
-"""Messages that a subscription queues for its reader; further ones are dropped and counted."""
-_MAX_PENDING_BYTES = 64 << 20
-"""Bytes that a subscription queues for its reader."""
 _MAX_ANSWERS = 256
 """Maximum number of waiting requests for this Scheduler's state. Further ones are dropped, and their senders retry."""
 _CHUNK_SECONDS = 5.0
@@ -102,12 +98,7 @@ class NatsTransport:
             else:
                 self._asked.put_nowait(message.reply)
 
-        events = await self.client.subscribe(
-            self.component.sync_subject,
-            cb=take,
-            pending_msgs_limit=_MAX_PENDING_MESSAGES,
-            pending_bytes_limit=_MAX_PENDING_BYTES,
-        )
+        events = await self.client.subscribe(self.component.sync_subject, cb=take)
         state_subject = self.component.sync_state_subject(self.scheduler_id)
         requests = await self.client.subscribe(state_subject, cb=take_request)
         try:
