@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
+from kvrouter.net import budgets
 from kvrouter.net.budgets import LoopBudget, loop_budget
 
 
@@ -49,6 +51,21 @@ async def test_work_beyond_a_pass_gets_one_of_its_own() -> None:
         for name, cost in (("small", 60), ("large", 1_000), ("next", 60)):
             group.create_task(read(name, cost))
     assert order == ["small", "large", "next"]
+
+
+async def test_a_little_work_now_and_then_takes_no_further_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = LoopBudget(pass_us=100)
+    scheduled: list[object] = []
+    call_soon = asyncio.get_running_loop().call_soon
+    monkeypatch.setattr(
+        budgets, "asyncio", SimpleNamespace(get_running_loop=lambda: SimpleNamespace(call_soon=scheduled.append))
+    )
+    assert [budget.take(10) for _ in range(6)] == [True] * 6
+    assert len(scheduled) == 1, "only once half of the budget is used"
+    assert [budget.take(10) for _ in range(5)] == [True] * 4 + [False]
+    call_soon(*scheduled)
+    await asyncio.sleep(0)
+    assert budget.take(100)
 
 
 async def test_a_cancelled_reader_takes_no_turn() -> None:

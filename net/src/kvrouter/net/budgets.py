@@ -57,13 +57,14 @@ class LoopBudget:
 
     def _spend(self, cost_us: int) -> bool:
         """Takes a part of this pass if there is room, or if it is the first; returns whether it did."""
-        if cost_us > self._left_us and self._left_us < self._pass_us:
-            return False
-        self._left_us -= cost_us
-        if not self._is_pass_open:
+        has_room = cost_us <= self._left_us or self._left_us == self._pass_us
+        if has_room:
+            self._left_us -= cost_us
+        # To notice the end of a pass takes another one, so passes with little work are not told apart.
+        if not self._is_pass_open and (not has_room or self._left_us < self._pass_us / 2):
             self._is_pass_open = True
             asyncio.get_running_loop().call_soon(self._begin_pass)
-        return True
+        return has_room
 
     def _begin_pass(self) -> None:
         self._is_pass_open = False
