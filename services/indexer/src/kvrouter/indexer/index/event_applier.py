@@ -85,13 +85,16 @@ class EventApplier:
         ``apply`` must get the others. A long delivery is left to it altogether.
         """
         applied = 0
-        if len(messages) <= _AT_ONCE_MESSAGES:
+        if len(messages) > _AT_ONCE_MESSAGES:
+            return applied
+        with self.shared.applying_at_once() as index:
+            if index is None:
+                return applied
             for message in messages:
                 batch = validate(message.subject, message.data, self.block_size, self._unfit_workers)
-                with self.shared.applying_at_once() as index:
-                    if index is None or isinstance(batch, Refusal) or not index.applies_at_once(batch):
-                        break
-                    self.apply_batch(index, ReceivedBatch(message, batch))
+                if isinstance(batch, Refusal) or not index.applies_at_once(batch):
+                    break
+                self.apply_batch(index, ReceivedBatch(message, batch))
                 applied += 1
         return applied
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import nats.errors
+from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.ingest.read_position import ConsumerView, StreamIdentity, StreamView
 from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
@@ -149,6 +150,7 @@ _ACK_WAIT_SECONDS = 60.0
 # A replica that was away for longer recreates its consumer anyway, so the server need not keep it.
 _INACTIVE_SECONDS = 600.0
 _CLOSE_SECONDS = 1.0
+_TOKENS_WITHOUT_DOMAIN = 9
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -160,9 +162,9 @@ class DeliveryLost(Exception):
 class Delivery:
     """Consecutive messages, in stream order."""
 
-    messages: list[Msg]
-    applied: int
-    """Stream sequence of the last one."""
+    messages: list[StreamMessage]
+    last: Msg
+    """The last of them, to acknowledge all."""
     pending: int
     """Number of messages in the stream after it."""
 
@@ -271,20 +273,19 @@ class DurableConsumer:
         messages = await self._pull.take(wait_seconds)
         if not messages:
             return None
-        try:
-            deliveries = [message.metadata for message in messages]
-        except (nats.errors.NotJSMessageError, ValueError, IndexError, OverflowError) as error:
-            # Any client can publish to the inbox of the deliveries.
-            raise DeliveryLost(f"expected a delivery, received another message: {error!r}") from None
-        for delivery in deliveries:
+        delivered: list[StreamMessage] = []
+        for message in messages:
+            try:
+                sequence, number, pending = delivery_of(message.reply)
+            except (ValueError, IndexError) as error:
+                # Any client can publish to the inbox of the deliveries.
+                raise DeliveryLost(f"expected a delivery, received another message: {error!r}") from None
             # A lost delivery would show as a gap in a rank's events, although the stream still has the message.
-            if delivery.sequence.consumer != self._last_delivery + 1:
-                raise DeliveryLost(
-                    f"expected delivery {self._last_delivery + 1}, received {delivery.sequence.consumer}"
-                )
+            if number != self._last_delivery + 1:
+                raise DeliveryLost(f"expected delivery {self._last_delivery + 1}, received {number}")
             self._last_delivery += 1
-        last = deliveries[-1]
-        return Delivery(messages, last.sequence.stream, last.num_pending)
+            delivered.append(StreamMessage(message.subject, sequence, message.data))
+        return Delivery(delivered, messages[-1], pending)
 
     async def acknowledge(self, delivery: Delivery) -> None:
         """Marks all messages up to the end of a delivery as applied; tells the server about many of them together.
@@ -292,7 +293,7 @@ class DurableConsumer:
         Raises:
             AWAY: the connection is lost; the next acknowledgement includes this one.
         """
-        self._unacknowledged = delivery.messages[-1]
+        self._unacknowledged = delivery.last
         self._unacknowledged_count += len(delivery.messages)
         if self._unacknowledged_count >= _ACKNOWLEDGED_TOGETHER:
             await self.acknowledge_rest()
@@ -319,6 +320,22 @@ class DurableConsumer:
         if pull is not None:
             with contextlib.suppress(*AWAY):
                 await pull.close()
+
+
+def delivery_of(reply: str) -> tuple[int, int, int]:
+    """Returns the stream sequence of a delivery, its number, and the number of later messages, from its reply subject.
+
+    The library parses the other tokens too, which takes longer than to apply a heartbeat.
+
+    Raises:
+        ValueError, IndexError: it is no reply subject of a delivery.
+    """
+    tokens = reply.split(".")
+    if tokens[:2] != ["$JS", "ACK"]:
+        raise ValueError(reply)
+    # Domain and account come before the stream.
+    first = 2 if len(tokens) == _TOKENS_WITHOUT_DOMAIN else 4
+    return int(tokens[first + 3]), int(tokens[first + 4]), int(tokens[first + 6])
 
 
 def _consumer_view(info: ConsumerInfo) -> ConsumerView:

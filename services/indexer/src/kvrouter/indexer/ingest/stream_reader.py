@@ -6,11 +6,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
 from kvrouter.indexer.index.event_applier import EventApplier
-from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.ingest.jetstream import AWAY, Delivery, DeliveryLost, DurableConsumer
 from kvrouter.indexer.ingest.read_position import Position, Recreate, StreamView, is_behind, is_caught_up, plan
 from kvrouter.net.backoff import Backoff
@@ -159,14 +158,14 @@ class Ingest:
         position = self.progress.position
         if position is None:
             raise DeliveryLost("expected a position in the stream before the first delivery, found none")
-        messages = [StreamMessage(msg.subject, msg.metadata.sequence.stream, msg.data) for msg in delivery.messages]
+        messages = delivery.messages
+        applied = messages[-1].sequence
         if rest := messages[self.events.apply_at_once(messages) :]:
             await asyncio.get_running_loop().run_in_executor(thread, self.events.apply, rest)
         self._fingerprint = hash(messages[-1].data)
         self._messages += len(messages)
-        self._advance(
-            replace(position, applied=delivery.applied), delivery.applied + delivery.pending, delivery.pending
-        )
+        position = Position(position.identity, applied, position.consumer_created_unix_ns)
+        self._advance(position, applied + delivery.pending, delivery.pending)
         await self.consumer.acknowledge(delivery)
 
     def _advance(self, position: Position, last_sequence: int, pending: int) -> None:
