@@ -17,9 +17,7 @@ def test_both_forms_are_read_as_the_library_reads_them(reply: str) -> None:
     assert delivery_of(reply) == (26832, 517, 3)
 
 
-@pytest.mark.parametrize(
-    "reply", ["", "_INBOX.x", "$JS.ACK", "$JS.API.stream.reader.1.26832.517.17.3", "$JS.ACK.a.b"]
-)
+@pytest.mark.parametrize("reply", ["", "_INBOX.x", "$JS.ACK", "$JS.API.stream.reader.1.26832.517.17.3", "$JS.ACK.a.b"])
 def test_another_subject_is_none_of_a_delivery(reply: str) -> None:
     with pytest.raises((ValueError, IndexError)):
         delivery_of(reply)

@@ -14,6 +14,7 @@ from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder
 from kvrouter.net.backoff import Backoff
 from kvrouter.net.logs import get_logger
 from kvrouter.net.nats.client import or_cancelled
+from kvrouter.net.ticks import seconds_to_meeting
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway
 
 log = get_logger(__name__)
@@ -81,7 +82,9 @@ class BatchSender:
                 first, after, payload = self._take(max_batch_bytes() if max_batch_bytes else MAX_BATCH_BYTES)
                 if after > first or heartbeat_due:
                     await self._deliver(transport, payload, first, after)
-                interval = heartbeat_seconds * (1.0 if after > first else random.uniform(*_REPEATED))
+                interval = heartbeat_seconds
+                if after == first:
+                    interval = seconds_to_meeting(heartbeat_seconds * random.uniform(*_REPEATED))
                 async with self._sent:
                     self._sent_id = after
                     self._sent.notify_all()
