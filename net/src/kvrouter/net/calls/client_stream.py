@@ -22,7 +22,9 @@ from kvrouter.net.calls.errors import (
 from kvrouter.net.calls.limits import ITEM_BYTES, SPARSE_PINGS, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
 from kvrouter.net.logs import get_logger
+from kvrouter.net.varint import encode_varint
 from kvrouter.v1.calls_pb2 import (
+    CallRequest,
     CallResponse,
     CallResponseKind,
     CallStreamServerHello,
@@ -41,6 +43,8 @@ _FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
 
 _CANCEL_BYTES = 10
 """Upper bound of the bytes a cancelled number takes in a message."""
+_CALLS_TAG = bytes([OpenCallStreamRequest.CALLS_FIELD_NUMBER << 3 | 2])
+_REQUEST_TAG = bytes([CallRequest.REQUEST_FIELD_NUMBER << 3 | 2])
 _CALL_BYTES = 2 * ITEM_BYTES
 """Upper bound of the bytes a call takes in a message beside its request."""
 _LEAST_MESSAGE_BYTES = 4096
@@ -215,15 +219,17 @@ class ClientStream:
                 room -= size
                 self._add(message, call)
                 sent += 1
+        parts: list[bytes | memoryview] = []
         while self._long and room >= part:
-            self._add_part(message, next(iter(self._long)))
+            parts += self._encoded_part(next(iter(self._long)))
             room -= part
             sent += 1
         if not sent and not message.HasField("ping") and not message.cancelled:
             return None
         self.counts.messages_sent += 1
         self.counts.items_sent += sent
-        return message.SerializeToString()
+        encoded = message.SerializeToString()
+        return b"".join((encoded, *parts)) if parts else encoded
 
     def receive(self, encoded: bytes) -> None:
         """Processes a message of the server.
@@ -301,21 +307,25 @@ class ClientStream:
             item.trace_context = call.trace
         self._sent(call)
 
-    def _add_part(self, message: OpenCallStreamRequest, call: RunningCall) -> None:
+    def _encoded_part(self, call: RunningCall) -> tuple[bytes, memoryview]:
+        """Returns the next part of a long request as an encoded field of a message, its bytes as a view.
+
+        In a protobuf message they would be copied three times before the message is written.
+        """
         start = call.sent_bytes
-        end = start + self._part_bytes
+        call.sent_bytes = end = start + self._part_bytes
         if not call.number:
             self._number(call)
-        item = message.calls.add(number=call.number, request=call.request[start:end])
+        request, is_last = memoryview(call.request)[start:end], end >= len(call.request)
+        item = CallRequest(number=call.number, more=not is_last)
         if not start:
             item.method, item.trace_context = call.method, call.trace
             if (left := call.time_left_ms()) is not None:
                 item.time_left_ms = left
-        call.sent_bytes = end
-        if end < len(call.request):
-            item.more = True
-        else:
+        if is_last:
             self._sent(call)
+        head = item.SerializeToString() + _REQUEST_TAG + encode_varint(len(request))
+        return _CALLS_TAG + encode_varint(len(head) + len(request)) + head, request
 
     def _number(self, call: RunningCall) -> None:
         self._last_number += 1

@@ -29,7 +29,7 @@ from kvrouter.net.http2.side import (
     Http2Side,
     Http2Violation,
     MessageReader,
-    prefixed,
+    prefix,
     widened,
 )
 
@@ -86,9 +86,9 @@ class Http2Call(Http2Side):
         """Whether the server takes no further calls on the connection. This one goes on."""
         self._messages = MessageReader(max_message_bytes)
         self._status = ""
-        self._unsent = b""
-        """A message, with its prefix, of which a part waits for the server's window."""
-        self._sent = 0
+        self._unsent: bytes | memoryview = b""
+        """A message of which a part waits for the server's window. A view if it is long, so its frames are no copies."""
+        self._unsent_prefix = b""
         self._window = INITIAL_WINDOW_BYTES
         """Bytes the server accepts on the stream."""
         self._replies = [
@@ -115,43 +115,38 @@ class Http2Call(Http2Side):
 
         The server cannot have processed such a message.
         """
-        return bool(self._unsent)
+        return bool(self._unsent_prefix or self._unsent)
 
     @property
     def waiting(self) -> bool:
         """Whether ``take`` may return bytes."""
-        return bool(self._replies or self._unsent)
+        return bool(self._replies or self.blocked)
 
     def send(self, message: bytes) -> None:
         """Sends a message. The call must not be blocked."""
-        self._unsent = prefixed(message)
-        self._sent = 0
+        self._unsent_prefix = prefix(len(message))
+        self._unsent = message if len(message) < LEAST_MAX_FRAME_BYTES else memoryview(message)
 
     def cancel(self) -> None:
         """Ends the call."""
-        self._unsent = b""
+        self._unsent_prefix = self._unsent = b""
         self._replies.append(frame(Kind.RST_STREAM, ErrorCode.CANCEL.to_bytes(4, "big"), stream=_STREAM))
         self._replies.append(frame(Kind.GOAWAY, bytes(4) + ErrorCode.NO_ERROR.to_bytes(4, "big")))
 
     def take(self) -> bytes:
         """Returns the bytes to write now, and forgets them."""
-        chunks = self._taken()
-        while self._unsent:
-            left = len(self._unsent) - self._sent
-            size = min(left, self._window, self._connection_window, self._max_frame)
-            if size <= 0:
-                break
+        chunks: list[bytes | memoryview] = [*self._taken()]
+        head, body = self._unsent_prefix, self._unsent
+        left = len(head) + len(body)
+        while (size := min(left, self._window, self._connection_window, self._max_frame)) > 0:
+            left -= size
             self._window -= size
             self._connection_window -= size
             self._flood.earn(ITEMS_OF_SENT_FRAME)
-            chunks.append(frame_header(size, Kind.DATA, 0, _STREAM))
-            if size == len(self._unsent):
-                chunks.append(self._unsent)
-            else:
-                chunks.append(self._unsent[self._sent : self._sent + size])
-            self._sent += size
-            if size == left:
-                self._unsent = b""
+            rest = size - len(head[:size])
+            chunks += (frame_header(size, Kind.DATA, 0, _STREAM), head[:size], body[:rest])
+            head, body = head[size:], body[rest:]
+        self._unsent_prefix, self._unsent = head, body if left else b""
         return b"".join(chunks)
 
     def receive(self, data: bytes) -> None:

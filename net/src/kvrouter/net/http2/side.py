@@ -76,9 +76,14 @@ class Flood(Http2Violation):
     reason = "flood"
 
 
+def prefix(length: int) -> bytes:
+    """Returns the bytes before a gRPC message of a length."""
+    return _PREFIX.pack(0, length)
+
+
 def prefixed(message: bytes) -> bytes:
     """Returns a gRPC message with its prefix."""
-    return _PREFIX.pack(0, len(message)) + message
+    return prefix(len(message)) + message
 
 
 class Compressed(bytes):

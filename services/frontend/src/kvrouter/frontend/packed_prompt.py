@@ -11,13 +11,15 @@ from array import array
 from collections.abc import Sequence
 
 from kvrouter.core import Scope, local_hashes
+from kvrouter.net.varint import encode_varint
 from kvrouter.runtime.requests import content_in_blocks
 from kvrouter.v1.common_pb2 import MultimodalHash
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.packed_pb2 import PackedPrompt, PackedWorkerPrompt
+from kvrouter.v1.packed_pb2 import PackedPrompt
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 TOKEN_BYTES = 4
+_PROMPT_TAG = bytes([WorkerServiceGenerateRequest.TOKEN_IDS_FIELD_NUMBER << 3 | 2])
 
 
 def take_prompt(request: FrontendServiceGenerateRequest) -> bytes:
@@ -29,7 +31,9 @@ def take_prompt(request: FrontendServiceGenerateRequest) -> bytes:
 
 def encode_with_prompt(request: WorkerServiceGenerateRequest, prompt: bytes) -> bytes:
     """Returns the encoding of a request that has no token ids with those of a packed buffer."""
-    return request.SerializeToString() + PackedWorkerPrompt(token_ids=prompt).SerializeToString()
+    # Joined here, since a protobuf message copies the prompt twice more.
+    size = encode_varint(len(prompt))
+    return b"".join((request.SerializeToString(), _PROMPT_TAG, size, prompt))
 
 
 _HASH_BYTES = 8
