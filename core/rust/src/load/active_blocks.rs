@@ -17,6 +17,8 @@ use crate::storage::tagmap::TagMap;
 const AHEAD: usize = 8;
 /// Memory that stays when no block is active. To map it for the next request takes as long as the rest of its booking.
 const KEPT_BYTES: usize = 1 << 20;
+/// Size of the table by hash up to which it does not shrink with the blocks: that of two prompts of 128k tokens.
+const KEPT_TABLE_BYTES: usize = 256 << 10;
 
 #[derive(Default)]
 struct Block {
@@ -166,6 +168,9 @@ impl ActiveBlocks {
 
     /// Calls `f` with every active part of a prompt: its first block, its length, and its ranks.
     fn visit(&self, hashes: &[u64], mut f: impl FnMut(u32, u32, &Users)) {
+        if self.len() == 0 {
+            return;
+        }
         let mut at = 0;
         while let Some(hash) = hashes.get(at) {
             self.prefetch(hashes, at);
@@ -229,43 +234,38 @@ impl ActiveBlocks {
         Some(())
     }
 
-    /// Adds a group of the first of `hashes`, up to one that is active.
+    /// Adds a group of the first of `hashes`, which are distinct, up to one that is active.
     fn new_group(&mut self, hashes: &[u64]) -> Option<Piece> {
+        let is_same = |at: usize, id: u32| Some(&self.blocks.at(id).hash) == hashes.get(at);
+        let mut keys: Vec<(u64, u32)> = hashes.iter().map(|hash| (self.secret.mix(*hash), u32::MAX)).collect();
+        keys.truncate(self.by_hash.absent(&keys, is_same));
         let group = self.groups.add(Group::default(), u32::MAX)?;
-        let mut ids = Vec::with_capacity(hashes.len());
-        for (at, hash) in (0u32..).zip(hashes) {
-            self.prefetch(hashes, at as usize);
-            if at > 0 && self.find(*hash).is_some() {
-                break;
-            }
-            if let Some(id) = self.new_block(*hash, group, at) {
-                ids.push(id);
-            } else {
-                self.forget(&ids);
-                self.groups.take(group);
-                return None;
-            }
+        let new = (0u32..).zip(hashes).take(keys.len()).map(|(at, hash)| Block { hash: *hash, group, at });
+        let ids: Vec<u32> = new.map_while(|block| self.blocks.add(block, u32::MAX)).collect();
+        keys.iter_mut().zip(&ids).for_each(|((_, to), id)| *to = *id);
+        let (blocks, secret) = (&self.blocks, self.secret);
+        let is_whole = ids.len() == keys.len()
+            && self.by_hash.grow(keys.len(), &|id| secret.mix(blocks.at(id).hash))
+            && self.by_hash.insert_alone(&keys, |_, _| false) == keys.len();
+        if !is_whole {
+            self.forget(&ids);
+            self.groups.take(group);
+            return None;
         }
         let (first, blocks) = (ids.first().copied()?, ids.len() as u32);
         *self.groups.at_mut(group) = Group { ids: ids.into(), to: blocks, ..Group::default() };
         Some(Piece { first, blocks })
     }
 
-    fn new_block(&mut self, hash: u64, group: u32, at: u32) -> Option<u32> {
-        let id = self.blocks.add(Block { hash, group, at }, u32::MAX)?;
-        let (blocks, secret) = (&self.blocks, self.secret);
-        if self.by_hash.insert(secret.mix(hash), id, |id| secret.mix(blocks.at(id).hash)) {
-            return Some(id);
-        }
-        self.blocks.take(id);
-        None
-    }
-
     fn forget(&mut self, ids: &[u32]) {
-        for &id in ids {
+        let keys: Vec<(u64, u32)> = ids.iter().map(|id| (self.secret.mix(self.blocks.at(*id).hash), *id)).collect();
+        self.by_hash.remove_all(&keys);
+        for id in ids {
+            self.blocks.take(*id);
+        }
+        if self.by_hash.bytes() > KEPT_TABLE_BYTES {
             let (blocks, secret) = (&self.blocks, self.secret);
-            self.by_hash.remove(secret.mix(blocks.at(id).hash), id, |id| secret.mix(blocks.at(id).hash));
-            self.blocks.take(id);
+            self.by_hash.shrink_to_fit(&|id: u32| secret.mix(blocks.at(id).hash));
         }
     }
 }
