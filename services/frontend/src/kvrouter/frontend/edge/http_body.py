@@ -63,7 +63,8 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
         most = declared or limit + 1
         while not upload.at_eof:
             if room.size <= len(body):
-                await room.hold(min(most, max(_PART_BYTES, 2 * len(body))))
+                # At least for all that has arrived, so no part of it is cut.
+                await room.hold(min(most, max(_PART_BYTES, 2 * len(body), request.content.total_bytes)))
             body += await upload.next_part(max(1, room.size - len(body)))
             _check_size(len(body), limit)
     else:
@@ -120,8 +121,8 @@ class _Upload:
             web.HTTPRequestTimeout: it does not arrive in time.
         """
         try:
-            if self._content.is_eof():
-                part = self._content.read_nowait(most)
+            if self._content.is_eof() or self._content.total_bytes > self._received:
+                part = self._content.read_nowait(most)  # It has arrived: nothing to wait for.
             else:
                 part = await self._awaited_part(most)
         except TimeoutError:

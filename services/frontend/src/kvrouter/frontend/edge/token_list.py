@@ -30,7 +30,7 @@ class Prompt:
     token_ids: bytes = field(repr=False)
     """Packed buffer."""
     text: bytes = field(repr=False)
-    """The prompt as the client wrote it, if it is fit to be returned; otherwise empty."""
+    """The prompt as the client wrote it; empty if it has much white space."""
 
     @property
     def tokens(self) -> int:
@@ -58,13 +58,14 @@ class Prompt:
             raise invalid(f"{field}.{error.index}", "expected an integer from 0 to 2^32 - 1", ADVICE) from None
         if len(token_ids) > limit * TOKEN_BYTES:
             raise PromptTooLong(1 + text.count(b","), limit, field=field)
-        # A line break would end an event of a stream; white space without end would be kept and sent.
-        fit = len(text) <= 2 + _LONGEST * len(token_ids) // TOKEN_BYTES and b"\n" not in text and b"\r" not in text
-        return cls(token_ids, text if fit else b"")
+        # White space without end would be kept and sent.
+        return cls(token_ids, text if len(text) <= 2 + _LONGEST * len(token_ids) // TOKEN_BYTES else b"")
 
     def as_json(self) -> msgspec.Raw:
         """Returns the JSON array: the client's own text if possible, because encoding takes as long as parsing."""
-        return msgspec.Raw(self.text) if self.text else encode_token_ids(self.token_ids)
+        # A line break would end an event of a stream.
+        fit = self.text and b"\n" not in self.text and b"\r" not in self.text
+        return msgspec.Raw(self.text) if fit else encode_token_ids(self.token_ids)
 
 
 def encode_token_ids(tokens: TokenBuffer) -> msgspec.Raw:
