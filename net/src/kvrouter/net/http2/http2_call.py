@@ -87,7 +87,7 @@ class Http2Call(Http2Side):
         self._messages = MessageReader(max_message_bytes)
         self._status = ""
         self._unsent: bytes | memoryview = b""
-        """A message of which a part waits for the server's window. A view if it is long, so its frames are no copies."""
+        """A message of which a part waits for the server's window. A long one is a view: its frames are no copies."""
         self._unsent_prefix = b""
         self._window = INITIAL_WINDOW_BYTES
         """Bytes the server accepts on the stream."""
@@ -136,17 +136,19 @@ class Http2Call(Http2Side):
     def take(self) -> bytes:
         """Returns the bytes to write now, and forgets them."""
         chunks: list[bytes | memoryview] = [*self._taken()]
-        head, body = self._unsent_prefix, self._unsent
-        left = len(head) + len(body)
-        while (size := min(left, self._window, self._connection_window, self._max_frame)) > 0:
+        head, body, most = self._unsent_prefix, self._unsent, self._max_frame
+        left = size = max(0, min(len(head) + len(body), self._window, self._connection_window))
+        self._window -= size
+        self._connection_window -= size
+        self._flood.earn(ITEMS_OF_SENT_FRAME * -(-size // most))
+        while left:
+            size = min(left, most)
             left -= size
-            self._window -= size
-            self._connection_window -= size
-            self._flood.earn(ITEMS_OF_SENT_FRAME)
-            rest = size - len(head[:size])
-            chunks += (frame_header(size, Kind.DATA, 0, _STREAM), head[:size], body[:rest])
+            first = head[:size]
+            rest = size - len(first)
+            chunks += (frame_header(size, Kind.DATA, 0, _STREAM), first, body[:rest])
             head, body = head[size:], body[rest:]
-        self._unsent_prefix, self._unsent = head, body if left else b""
+        self._unsent_prefix, self._unsent = head, body or b""
         return b"".join(chunks)
 
     def receive(self, data: bytes) -> None:
