@@ -77,7 +77,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "nats": ("budgets", "logs", "secret_files", "tls"),
         "local": ("etcd",),
         "http2": ("budgets", "logs", "tls"),
-        "calls": ("backoff", "budgets", "http2", "logs", "ticks", "tls"),
+        "calls": ("backoff", "budgets", "http2", "logs", "ticks", "tls", "varint"),
         "auth": ("calls", "http2", "logs", "secret_files", "tls"),
         "rpc": ("budgets", "calls", "http2", "logs", "tls", "trace_context"),
     },
