@@ -26,7 +26,7 @@ ENGINES = [EngineConfig(num_blocks=8192, hash_seed=number) for number in range(4
     ids=["below the knee", "at the knee", "past the knee"],
 )
 def test_forecast_needs_no_weight_to_beat_the_best(traffic: str, load: float, most: float) -> None:
-    workload = generate(traffic, 700)
+    workload = generate(traffic, 1400)
     prompts = Prompts(workload, 16)
 
     def run(options: RoutingOptions) -> RunStatistics:

@@ -114,12 +114,13 @@ class Client:
     def cancel(self, name: str) -> None:
         key = self.waiting.pop(name)
         if name in self.sent:
-            self.updates.free(FreeRequest(booking=key))
+            self.updates.free(key_of(key), FreeRequest(booking=key))
             self.send()
         self.updates.selected(key_of(key))
 
     def finish(self, name: str) -> None:
-        self.updates.free(FreeRequest(booking=self.live.pop(name).key))
+        key = self.live.pop(name).key
+        self.updates.free(key_of(key), FreeRequest(booking=key))
         self.send()
 
     def hear(self, request: Request, response: Response | None) -> None:
