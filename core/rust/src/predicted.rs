@@ -1,4 +1,4 @@
-//! Index of predicted blocks, with a list of its entries from the least to the most recently used.
+//! Index of predicted blocks, with lists of all entries and of each rank's, from the least to the most recently used.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ const MOST_BLOCKS: usize = (u32::MAX / 2 - 2) as usize;
 /// Distance of prefetching in the table, in blocks.
 const AHEAD: usize = 8;
 
-/// A predicted block of a rank, linked to its neighbours in the list by use.
+/// A predicted block of a rank, linked to its neighbours in the list of all entries and in the rank's.
 #[derive(Default)]
 struct Entry {
     /// Time when a request with the block was last recorded, in seconds.
@@ -26,6 +26,8 @@ struct Entry {
     depth: u32,
     older: u32,
     newer: u32,
+    older_of_rank: u32,
+    newer_of_rank: u32,
 }
 
 #[derive(Default)]
@@ -39,6 +41,8 @@ struct Place {
 struct Rank {
     name: Name,
     entries: usize,
+    oldest: u32,
+    newest: u32,
 }
 
 /// Not enough memory for another entry.
@@ -176,7 +180,12 @@ impl Predicted {
 
     /// Drops a rank's entries that were last recorded at a time or before. Returns their number.
     pub fn forget_until(&mut self, rank: Name, at: f64) -> usize {
-        self.drop_old(rank, |entry| entry.at <= at)
+        self.drop_oldest(rank, |entry, _| entry.at <= at)
+    }
+
+    /// Drops the least recently used of a rank's entries until so many are left. Returns their number.
+    pub fn keep_newest(&mut self, rank: Name, entries: usize) -> usize {
+        self.drop_oldest(rank, |_, left| left > entries)
     }
 
     /// Returns the number of a rank's entries.
@@ -187,22 +196,20 @@ impl Predicted {
 
     /// Removes a rank. Returns the number of entries dropped.
     pub fn remove_rank(&mut self, rank: Name) -> usize {
-        self.drop_old(rank, |_| true)
+        self.drop_oldest(rank, |_, _| true)
     }
 
-    /// Drops a rank's entries that are old: all up to the first entry, of any rank, that is not. Returns their number.
-    fn drop_old(&mut self, rank: Name, is_old: impl Fn(&Entry) -> bool) -> usize {
+    /// Drops a rank's entries, the least recently used first, while one is to go, given the number left with it.
+    /// Returns their number.
+    fn drop_oldest(&mut self, rank: Name, goes: impl Fn(&Entry, usize) -> bool) -> usize {
         let Some(&slot) = self.slots.get(&rank) else { return 0 };
         let mut dropped = 0;
-        let mut id = self.oldest;
-        while id != 0 && is_old(self.entries.at(id)) {
-            let entry = self.entries.at(id);
-            let newer = entry.newer;
-            if entry.slot == slot {
-                self.drop(id);
-                dropped += 1;
-            }
-            id = newer;
+        while let Some(&Rank { oldest, entries, .. }) = self.ranks.get(slot as usize)
+            && oldest != 0
+            && goes(self.entries.at(oldest), entries)
+        {
+            self.drop(oldest);
+            dropped += 1;
         }
         dropped
     }
@@ -263,7 +270,7 @@ impl Predicted {
             self.ranks.push(Rank::default());
         }
         if let Some(rank) = self.ranks.get_mut(slot as usize) {
-            *rank = Rank { name, entries: 0 };
+            *rank = Rank { name, ..Rank::default() };
         }
         self.slots.insert(name, slot);
         slot
@@ -300,22 +307,25 @@ impl Predicted {
             }
         };
         let (now, older) = (self.now, self.newest);
+        let older_of_rank = self.ranks.get_mut(slot as usize).map_or(0, |rank| std::mem::replace(&mut rank.newest, id));
         let entry = self.entries.at_mut(id);
-        entry.at = now;
-        entry.depth = depth;
-        entry.older = older;
-        entry.newer = 0;
+        *entry = Entry { at: now, depth, older, newer: 0, older_of_rank, newer_of_rank: 0, ..*entry };
         if older == 0 {
             self.oldest = id;
         } else {
             self.entries.at_mut(older).newer = id;
         }
         self.newest = id;
+        if older_of_rank != 0 {
+            self.entries.at_mut(older_of_rank).newer_of_rank = id;
+        } else if let Some(rank) = self.ranks.get_mut(slot as usize) {
+            rank.oldest = id;
+        }
         Ok(())
     }
 
     fn unlink(&mut self, id: u32) {
-        let &Entry { older, newer, .. } = self.entries.at(id);
+        let &Entry { slot, older, newer, older_of_rank, newer_of_rank, .. } = self.entries.at(id);
         if older == 0 {
             self.oldest = newer;
         } else {
@@ -325,6 +335,17 @@ impl Predicted {
             self.newest = older;
         } else {
             self.entries.at_mut(newer).older = older;
+        }
+        let Some(rank) = self.ranks.get_mut(slot as usize) else { return };
+        if older_of_rank == 0 {
+            rank.oldest = newer_of_rank;
+        } else {
+            self.entries.at_mut(older_of_rank).newer_of_rank = newer_of_rank;
+        }
+        if newer_of_rank == 0 {
+            rank.newest = older_of_rank;
+        } else {
+            self.entries.at_mut(newer_of_rank).older_of_rank = older_of_rank;
         }
     }
 

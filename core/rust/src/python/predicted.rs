@@ -85,6 +85,18 @@ impl PredictedIndex {
         self.drop_of(py, rank, |index| index.forget_until(rank, at))
     }
 
+    fn keep_newest(&self, py: Python<'_>, rank: Name, blocks: usize) -> usize {
+        if self.blocks_of(py, rank) <= blocks {
+            0
+        } else {
+            self.drop_of(py, rank, |index| index.keep_newest(rank, blocks))
+        }
+    }
+
+    fn blocks_of(&self, py: Python<'_>, rank: Name) -> usize {
+        self.index.with(py, false, |index| index.entries_of(rank))
+    }
+
     fn remove_rank(&self, py: Python<'_>, rank: Name) -> usize {
         self.drop_of(py, rank, |index| index.remove_rank(rank))
     }

@@ -111,6 +111,21 @@ def test_what_was_last_used_until_a_time_is_forgotten(predicted_class: type) -> 
     assert index.last_use(TWO, packed([1, 2]), 11.0) is None
 
 
+def test_a_rank_keeps_what_it_used_last(predicted_class: type) -> None:
+    index = predicted_class()
+    index.record(ONE, packed([1, 2, 3]), 0.0)
+    index.record(TWO, packed([1, 2]), 1.0)
+    index.record(ONE, packed([1, 4]), 2.0)
+    assert [index.blocks_of(rank) for rank in (ONE, TWO, (3, 0))] == [4, 2, 0]
+    assert index.keep_newest(ONE, 4) == 0
+    assert index.keep_newest(ONE, 3) == 1
+    assert [overlap(index, ONE, *local, now=2.0) for local in ([1, 2, 3], [1, 4])] == [2, 2]
+    assert index.keep_newest(ONE, 1) == 2
+    assert [overlap(index, ONE, *local, now=2.0) for local in ([1, 2, 3], [1, 4])] == [1, 1]
+    assert (index.keep_newest(ONE, 0), index.keep_newest(ONE, 0), index.blocks_of(ONE)) == (1, 0, 0)
+    assert index.overlaps(packed([1, 2]), 2.0) == {TWO: 2}
+
+
 def test_the_least_recently_used_go_first(predicted_class: type) -> None:
     index = predicted_class(max_blocks=10, prune_ratio=0.5)
     for number in range(5):

@@ -58,6 +58,11 @@ class Histories(RuleBasedStateMachine):
         if at is not None and forgets:
             assert self.native.forget_until(rank, at) == self.reference.forget_until(rank, at)
 
+    @rule(rank=RANKS, blocks=st.integers(0, 12))
+    def keep_newest(self, rank: tuple[int, int], blocks: int) -> None:
+        assert self.native.keep_newest(rank, blocks) == self.reference.keep_newest(rank, blocks)
+        assert self.native.blocks_of(rank) == self.reference.blocks_of(rank)
+
     @rule(rank=RANKS)
     def remove_rank(self, rank: tuple[int, int]) -> None:
         assert self.native.remove_rank(rank) == self.reference.remove_rank(rank)

@@ -66,9 +66,30 @@ async def test_what_a_rank_evicted_is_no_longer_predicted() -> None:
     assert await run("hit", 5, 80) == 5
     assert await run("miss", 2, 0) == 5
     assert await run("again", 3, 0) == 5
-    assert await run("older", 1, 0) == 0
     assert await run("newer", 4, 80) == 5
+    assert await run("older", 1, 0) == 0
     assert await run("missed once, and recorded since", 2, 80) == 5
+
+
+async def test_for_a_while_a_rank_holds_no_more_than_when_it_evicted() -> None:
+    parts = Parts(view(worker(1)), predicts=PredictionLimits(ttl_seconds=60.0))
+
+    async def run(name: str, seed: int, cached_tokens: int = 0) -> int:
+        parts.now += 1
+        selected = await parts.select(selecting(name, routing(6, seed=seed, tail=1)))
+        parts.booking_table.free((name, 0, 1), cached_tokens=cached_tokens)
+        return selected.overlap_blocks
+
+    for seed in range(6):
+        await run(f"first-{seed}", seed)
+    assert [await run(f"miss-{seed}", seed) for seed in (1, 2)] == [6, 6]
+    # Of 3, 4, 5, 1 and 2, used since then, the next prompt evicts the oldest one.
+    assert await run("new", 6) == 0
+    assert [await run(f"held-{seed}", seed, 96) for seed in (4, 5, 1, 2, 6)] == [6] * 5
+    assert await run("evicted", 3) == 0
+    parts.now += 60
+    assert [await run(f"later-{seed}", seed) for seed in range(10, 20)] == [0] * 10
+    assert await run("no longer limited", 10, 96) == 6
 
 
 async def test_a_rank_s_first_request_may_still_compute_the_prefix_of_others() -> None:

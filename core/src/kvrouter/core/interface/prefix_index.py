@@ -193,6 +193,12 @@ class PredictedIndex(Protocol):
     def forget_until(self, rank: Rank, at: float) -> int:
         """Drops a rank's entries that were last recorded at this time or before. Returns their number."""
 
+    def keep_newest(self, rank: Rank, blocks: int) -> int:
+        """Drops the least recently used of a rank's entries until so many are left. Returns the number dropped."""
+
+    def blocks_of(self, rank: Rank) -> int:
+        """Returns the number of a rank's entries, including expired ones not dropped yet."""
+
     def remove_rank(self, rank: Rank) -> int:
         """Removes a rank. Returns the number of entries dropped."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from kvrouter.core.interface import Rank
@@ -71,6 +72,16 @@ class PredictedIndex:
     def forget_until(self, rank: Rank, at: float) -> int:
         """Drops a rank's entries that were last recorded at this time or before."""
         return self._drop_all(key for key, use in self._uses.items() if key[0] == rank and use.at <= at)
+
+    def keep_newest(self, rank: Rank, blocks: int) -> int:
+        """Drops the least recently used of a rank's entries until so many are left. Returns the number dropped."""
+        return self._drop_all(
+            islice((key for key in self._uses if key[0] == rank), max(0, self.blocks_of(rank) - blocks))
+        )
+
+    def blocks_of(self, rank: Rank) -> int:
+        """Returns the number of a rank's entries, including expired ones not dropped yet."""
+        return sum(key[0] == rank for key in self._uses)
 
     def remove_rank(self, rank: Rank) -> int:
         """Removes a rank."""

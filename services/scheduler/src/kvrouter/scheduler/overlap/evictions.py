@@ -4,10 +4,14 @@ Engines evict the least recently used blocks first. So a rank without a predicte
 it used before its last use of the prefix. Two consecutive requests must miss, because the request that should
 have left the prefix may have failed. A request does not count while another one with its prefix may still run: the
 prefix may not be computed yet.
+
+An eviction also shows how much the cache holds: less than the rank has used since. For a while the rank is predicted to
+hold no more than that.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +38,10 @@ class _Running:
     requests: dict[Key, _Expected] = field(default_factory=dict)
     """Those booked on the rank, the oldest first."""
     misses: int = 0
+    most_blocks: int = 0
+    """Number of blocks that the rank holds at most, until ``limited_until``."""
+    limited_until: float = -math.inf
+    """Seconds."""
 
 
 class EvictionCheck:
@@ -75,6 +83,16 @@ class EvictionCheck:
             return None
         running.misses += 1
         return expected.last_use if running.misses >= _MISSES else None
+
+    def limit(self, rank: Rank, blocks: int, until: float) -> None:
+        """Notes the number of blocks that a rank has used since it evicted others. It counts until a time, seconds."""
+        running = self._ranks.setdefault(rank, _Running())
+        running.most_blocks, running.limited_until = blocks, until
+
+    def most_blocks(self, rank: Rank, now: float) -> int | None:
+        """Returns the number of blocks that a rank holds at most; None if no eviction shows one. ``now``: seconds."""
+        running = self._ranks.get(rank)
+        return running.most_blocks if running is not None and now < running.limited_until else None
 
     def move(self, key: Key) -> None:
         """Removes a request whose rank changes."""

@@ -146,6 +146,8 @@ class Predictions:
         evicted_until = predicted.evictions.end(booking.key, booking.rank, change.cached_tokens)
         if evicted_until is not None:
             predicted.index.forget_until(booking.rank, evicted_until)
+            left = predicted.index.blocks_of(booking.rank)
+            predicted.evictions.limit(booking.rank, left, self.clock() + self.limits.ttl_seconds)
 
     def _record_waiting(self) -> None:
         record, self._waiting = self._waiting, None
@@ -164,7 +166,11 @@ class Predictions:
 
     def _record(self, pool: Pool, rank: Rank, prompt: Prompt) -> None:
         """Records the blocks of a request booked on a rank."""
-        self._of(pool).index.record(rank, prompt.local_hashes, self.clock())
+        predicted, now = self._of(pool), self.clock()
+        predicted.index.record(rank, prompt.local_hashes, now)
+        most = predicted.evictions.most_blocks(rank, now)
+        if most is not None:
+            predicted.index.keep_newest(rank, most)
 
     def expire(self) -> None:
         """Drops blocks older than ``ttl_seconds``."""
