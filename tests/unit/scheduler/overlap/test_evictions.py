@@ -87,6 +87,8 @@ async def test_for_a_while_a_rank_holds_no_more_than_when_it_evicted() -> None:
     assert await run("new", 6) == 0
     assert [await run(f"held-{seed}", seed, 96) for seed in (4, 5, 1, 2, 6)] == [6] * 5
     assert await run("evicted", 3) == 0
+    assert await run("held, but not predicted", 4, 96) == 0
+    assert [await run(f"more-{seed}", seed, 96) for seed in (5, 1)] == [0, 6], "one more since then"
     parts.now += 60
     assert [await run(f"later-{seed}", seed) for seed in range(10, 20)] == [0] * 10
     assert await run("no longer limited", 10, 96) == 6

@@ -6,7 +6,7 @@ have left the prefix may have failed. A request does not count while another one
 prefix may not be computed yet.
 
 An eviction also shows how much the cache holds: less than the rank has used since. For a while the rank is predicted to
-hold no more than that.
+hold no more than that. A prefix that it holds although it was not predicted shows that it holds more, by its length.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Running:
     requests: dict[Key, _Expected] = field(default_factory=dict)
     """Those booked on the rank, the oldest first."""
     misses: int = 0
-    most_blocks: int = 0
-    """Number of blocks that the rank holds at most, until ``limited_until``."""
+    most_tokens: int = 0
+    """Number of tokens that the rank holds at most, until ``limited_until``."""
     limited_until: float = -math.inf
     """Seconds."""
 
@@ -76,7 +76,11 @@ class EvictionCheck:
         """
         running = self._ranks.get(rank)
         expected = None if running is None else running.requests.pop(key, None)
-        if running is None or expected is None or expected.last_use is None or cached_tokens is None:
+        if running is None or expected is None or cached_tokens is None:
+            return None
+        if expected.tokens < _FOUND_SHARE * cached_tokens:
+            running.most_tokens += cached_tokens - expected.tokens
+        if expected.last_use is None:
             return None
         if cached_tokens >= _FOUND_SHARE * expected.tokens:
             running.misses = 0
@@ -84,15 +88,15 @@ class EvictionCheck:
         running.misses += 1
         return expected.last_use if running.misses >= _MISSES else None
 
-    def limit(self, rank: Rank, blocks: int, until: float) -> None:
-        """Notes the number of blocks that a rank has used since it evicted others. It counts until a time, seconds."""
+    def limit(self, rank: Rank, tokens: int, until: float) -> None:
+        """Notes how many tokens a rank has used since those that it evicted. They count until a time, seconds."""
         running = self._ranks.setdefault(rank, _Running())
-        running.most_blocks, running.limited_until = blocks, until
+        running.most_tokens, running.limited_until = tokens, until
 
-    def most_blocks(self, rank: Rank, now: float) -> int | None:
-        """Returns the number of blocks that a rank holds at most; None if no eviction shows one. ``now``: seconds."""
+    def most_tokens(self, rank: Rank, now: float) -> int | None:
+        """Returns how many tokens a rank holds at most; None if no eviction shows it. ``now``: seconds."""
         running = self._ranks.get(rank)
-        return running.most_blocks if running is not None and now < running.limited_until else None
+        return running.most_tokens if running is not None and now < running.limited_until else None
 
     def move(self, key: Key) -> None:
         """Removes a request whose rank changes."""

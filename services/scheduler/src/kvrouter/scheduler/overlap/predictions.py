@@ -146,7 +146,7 @@ class Predictions:
         evicted_until = predicted.evictions.end(booking.key, booking.rank, change.cached_tokens)
         if evicted_until is not None:
             predicted.index.forget_until(booking.rank, evicted_until)
-            left = predicted.index.blocks_of(booking.rank)
+            left = predicted.index.blocks_of(booking.rank) * predicted.block_size
             predicted.evictions.limit(booking.rank, left, self.clock() + self.limits.ttl_seconds)
 
     def _record_waiting(self) -> None:
@@ -168,9 +168,9 @@ class Predictions:
         """Records the blocks of a request booked on a rank."""
         predicted, now = self._of(pool), self.clock()
         predicted.index.record(rank, prompt.local_hashes, now)
-        most = predicted.evictions.most_blocks(rank, now)
+        most = predicted.evictions.most_tokens(rank, now)
         if most is not None:
-            predicted.index.keep_newest(rank, most)
+            predicted.index.keep_newest(rank, most // predicted.block_size)
 
     def expire(self) -> None:
         """Drops blocks older than ``ttl_seconds``."""
