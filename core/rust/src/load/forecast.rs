@@ -50,6 +50,28 @@ pub struct Candidate {
     pub reuse_chance: f64,
 }
 
+/// All candidates together.
+pub struct Fleet {
+    /// Mean share of the KV blocks in use.
+    pub share: f64,
+    /// Candidates that compute a prompt over those that compute none, infinite without any of these; `None` if the KV
+    /// blocks of one are known.
+    pub busy_to_idle: Option<f64>,
+}
+
+impl Fleet {
+    /// Returns the fleet with the share of KV blocks in use, the total blocks and the requests without a first token of
+    /// each candidate.
+    pub fn of(shares: &[f64], total_blocks: &[i64], waiting: &[i64]) -> Self {
+        let idle = waiting.iter().filter(|requests| **requests == 0).count();
+        let busy_to_idle = || (waiting.len() - idle) as f64 / idle as f64;
+        Self {
+            share: shares.iter().sum::<f64>() / shares.len().max(1) as f64,
+            busy_to_idle: total_blocks.iter().all(|blocks| *blocks == 0).then(busy_to_idle),
+        }
+    }
+}
+
 /// Cost terms of a candidate, in ms unless stated otherwise.
 pub struct Terms {
     pub forecast: f64,
@@ -84,16 +106,16 @@ impl Model {
         over(in_use, candidate.total_blocks).min(1.0)
     }
 
-    /// Cost terms of a candidate with its share and its blocks of the prompt, given the mean share of all.
+    /// Cost terms of a candidate with its share and its blocks of the prompt, given the fleet.
     pub fn terms(
         &self,
         request: &Request,
         candidate: &Candidate,
         share: f64,
         blocks: PromptBlocks,
-        mean_share: f64,
+        fleet: &Fleet,
     ) -> Terms {
-        let scarcity = mean_share.powi(4);
+        let scarcity = fleet.share.powi(4);
         let calibration = request.calibration;
         // Most ranks have the speed of the component, and a power takes as long as all other terms.
         let relative = match candidate.relative_latency {
@@ -124,7 +146,8 @@ impl Model {
             0.0
         };
         let lacking = over(candidate.active_blocks + candidate.queued_blocks, candidate.total_blocks) - self.room;
-        let price = self.base * scarcity + self.crowd * candidate.active_requests as f64;
+        let later = fleet.busy_to_idle.map_or(self.base * scarcity, |ratio| ratio.min(self.base));
+        let price = later + self.crowd * candidate.active_requests as f64;
         let added = (request.blocks() - blocks.held) * request.block_size;
         let [_, token_ms, _] = self.prefill;
         Terms {

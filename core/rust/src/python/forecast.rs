@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::load::forecast::{Candidate, Model, Request, cheapest, prompt_blocks};
+use crate::load::forecast::{Candidate, Fleet, Model, Request, cheapest, prompt_blocks};
 
 /// Implements `kvrouter.core.interface.ForecastModel`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
@@ -106,14 +106,14 @@ impl ForecastModel {
         };
         let model = &self.0;
         let shares: Vec<f64> = (0..count).map(|place| model.share(&request, &candidate(place))).collect();
-        let mean_share = shares.iter().sum::<f64>() / count.max(1) as f64;
+        let fleet = Fleet::of(&shares, total, prefilling);
         let blocks = prompt_blocks(&request, overlap.iter().copied().zip(leading.iter().copied()));
         let mut costs = Vec::with_capacity(count);
         let rows = PyBytes::new_with(py, ROWS * count * size_of::<f64>(), |to| {
             let mut rows = to.chunks_exact_mut((count * size_of::<f64>()).max(1));
             let mut rows: [_; ROWS] = std::array::from_fn(|_| rows.next().unwrap_or_default().chunks_exact_mut(8));
             for (place, (share, blocks)) in shares.iter().zip(blocks).enumerate() {
-                let terms = model.terms(&request, &candidate(place), *share, blocks, mean_share);
+                let terms = model.terms(&request, &candidate(place), *share, blocks, &fleet);
                 let cost = terms.cost();
                 costs.push(cost);
                 let values: [f64; ROWS] = [

@@ -5,9 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.forecast.policy import (
+    BASE,
     MAX_RECOMPUTATIONS,
     OUTPUT_TOKENS,
     PREFILL_N1_MS,
@@ -116,6 +118,18 @@ def test_blocks_of_requests_in_flight_need_no_further_room() -> None:
 
 def test_a_rank_of_unknown_size_never_lacks_room() -> None:
     assert isinstance(decide("forecast", active_blocks=[5000, 9000], total_blocks=[0, 0]), Choice)
+
+
+@pytest.mark.parametrize(("waiting", "price"), [((0, 0), 0), ((1, 0), 1), ((9, 0), 1), ((1, 1), BASE), ((5, 2), BASE)])
+def test_busy_ranks_are_the_price_of_work_where_caches_are_of_unknown_size(
+    waiting: tuple[int, int], price: float
+) -> None:
+    load = {"overlap_blocks": [60, 0], "active_blocks": [0, 0], "active_requests": [0, 0]}
+    load |= {"prefill_requests": list(waiting), "prefill_tokens": [400 * each for each in waiting]}
+    own = np.array([prefill_ms(640, 8192, 0.0), prefill_ms(1600, 8192, 0.0)])
+    assert decide("forecast", **load, total_blocks=[0, 0]).explanation.terms["work_ms"] == pytest.approx(price * own)
+    for known in ([1000, 1000], [1000, 0]):
+        assert not decide("forecast", **load, total_blocks=known).explanation.terms["work_ms"].any()
 
 
 def test_an_unknown_budget_is_taken_to_be_the_usual_one() -> None:

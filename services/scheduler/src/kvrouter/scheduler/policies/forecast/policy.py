@@ -215,10 +215,11 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed[NDArray[Any]]:
     lacking = _over(context.active_blocks + context.queued_blocks, context.total_blocks) - ROOM
     added = -(-new // size) * size
     own = latency_calibration * new_ms
+    later = BASE * scarcity if context.total_blocks.any() else delayed_requests(context.prefill_requests)
     return Weighed(
         forecast=rest + latency * all_ms,
         batch=batch,
-        work=(BASE * scarcity + CROWD * context.active_requests) * own,
+        work=(later + CROWD * context.active_requests) * own,
         output=OUTPUT_TOKENS * (latency - latency_calibration) * decoding,
         shortage=SHORTAGE_MS * np.maximum(lacking, 0.0),
         eviction=added * (latency_calibration * PREFILL_N1_MS) * recomputations(context.reuse_chance),
@@ -294,6 +295,17 @@ def copied_blocks(held: Column) -> Amounts:
     copied = (np.diff(ends, prepend=0) * (holders - 1) / holders).cumsum()
     lacking: Amounts = copied[-1] - copied[np.searchsorted(ends, held)]
     return lacking
+
+
+def delayed_requests(waiting: Column) -> float:
+    """Returns how many requests to come a ms of work delays, given the requests without a first token by candidate.
+
+    A queue whose rank is busy for a share rho of the time has rho / (1 - rho) requests, with the share of busy ranks as
+    rho. Like the price by KV in use it is at most ``BASE``.
+    """
+    busy = np.count_nonzero(waiting)
+    idle = len(waiting) - busy
+    return min(busy / idle, BASE) if idle else BASE
 
 
 def _over(blocks: Column, total_blocks: Column) -> Amounts:
