@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import socket
 import struct
@@ -419,17 +420,28 @@ async def test_a_short_answer_does_not_wait_for_all_of_a_long_one() -> None:
     await asyncio.gather(*answers)
 
 
-async def test_all_addresses_of_a_host_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_use", [0, 1], ids=["free", "in use in one family"])
+async def test_all_addresses_of_a_host_are_served(monkeypatch: pytest.MonkeyPatch, in_use: int) -> None:
     families = [socket.AF_INET, *([socket.AF_INET6] if socket.has_dualstack_ipv6() else [])]
     hosts = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
     async def found(*_: object, **__: object) -> list[Any]:
         return [(family, socket.SOCK_STREAM, 6, "", (hosts[family], 0)) for family in reversed(families)]
 
+    create, tried = socket.create_server, list[int]()
+
+    def listen(address: tuple[str, int], **options: Any) -> socket.socket:
+        if address[1] and len(tried) < in_use:
+            tried.append(address[1])
+            raise OSError(errno.EADDRINUSE, "in use")
+        return create(address, **options)
+
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    monkeypatch.setattr(socket, "create_server", listen)
     server = LoopServer(CallGate())
     port = await server.start("both.test:0")
     monkeypatch.undo()
+    assert port not in tried
     try:
         for family in families:
             _, writer = await asyncio.open_connection(hosts[family], port)

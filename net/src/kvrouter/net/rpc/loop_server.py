@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -25,6 +25,8 @@ log = get_logger(__name__)
 _HANDSHAKE_SECONDS = 10.0
 _BACKLOG = 4_096
 """Maximum number of new connections that wait for the event loop."""
+_RANDOM_PORTS = 8
+"""Ports to try for a host with several addresses, if the caller names none."""
 _BOTH_FAMILIES = "::"
 _ANY_HOST = ("", "0.0.0.0", _BOTH_FAMILIES)  # noqa: S104 - as gRPC, which listens for both families then
 
@@ -84,20 +86,12 @@ class LoopServer:
             encrypted = {"ssl": self._tls.server_context(grpc=True), "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
         loop = asyncio.get_running_loop()
         host, _, port_text = bind.rpartition(":")
-        port = 0
         try:
-            port = int(port_text)
-            for family, address in await self._addresses(host.strip("[]")):
-                listening = socket.create_server(
-                    (address, port),
-                    family=family,
-                    reuse_port=self._reuse_port,
-                    dualstack_ipv6=address == _BOTH_FAMILIES,
-                )
-                port = listening.getsockname()[1]
+            listening = self._listen(await self._addresses(host.strip("[]")), int(port_text))
+            for each in listening:
                 server = await loop.create_server(
                     lambda: ServerConnection(self._opened, self.connections.discard, self.received, self._begin),
-                    sock=listening,
+                    sock=each,
                     backlog=_BACKLOG,
                     **encrypted,
                 )
@@ -105,7 +99,30 @@ class LoopServer:
         except (OSError, ValueError, OverflowError):
             self._close()
             raise BindFailed(bind) from None
-        return port
+        return int(listening[0].getsockname()[1])
+
+    def _listen(
+        self, addresses: Sequence[tuple[int, str]], port: int, attempts: int = _RANDOM_PORTS
+    ) -> list[socket.socket]:
+        """Returns sockets for all addresses, with one port. A random port of one family may be in use in the other."""
+        listening: list[socket.socket] = []
+        try:
+            for family, address in addresses:
+                listening.append(
+                    socket.create_server(
+                        (address, listening[0].getsockname()[1] if listening else port),
+                        family=family,
+                        reuse_port=self._reuse_port,
+                        dualstack_ipv6=address == _BOTH_FAMILIES,
+                    )
+                )
+        except OSError:
+            for each in listening:
+                each.close()
+            if port or attempts == 1:
+                raise
+            return self._listen(addresses, port, attempts - 1)
+        return listening
 
     async def _addresses(self, host: str) -> list[tuple[int, str]]:
         """Returns the addresses of a host, each with its family."""
