@@ -27,3 +27,8 @@ def test_processes_send_at_the_same_moments_and_not_late(monkeypatch: pytest.Mon
         seconds = seconds_to_meeting(7.3)
         assert seconds == pytest.approx(7.3, abs=0.0101)
         assert (now + seconds) * 50 == pytest.approx(round((now + seconds) * 50), abs=1e-4)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.005, 0.05])
+def test_short_intervals_stay_as_they_are(seconds: float) -> None:
+    assert seconds_to_meeting(seconds) == seconds

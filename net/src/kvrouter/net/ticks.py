@@ -30,13 +30,16 @@ async def tick(seconds: float) -> None:
 
 
 _MEETING_SECONDS = 0.02
+_LEAST_SECONDS = 5 * _MEETING_SECONDS
 
 
 def seconds_to_meeting(seconds: float) -> float:
     """Returns a time close to ``seconds`` after which many processes send what can wait for each other.
 
     It ends at a multiple of 20 ms by the wall clock, so that messages of thousands of idle workers arrive together and
-    wake their receivers less often.
+    wake their receivers less often. Short times stay as they are.
     """
+    if seconds < _LEAST_SECONDS:
+        return seconds
     latest = time.time() + seconds + _MEETING_SECONDS / 2
     return seconds + _MEETING_SECONDS / 2 - latest % _MEETING_SECONDS
