@@ -109,7 +109,7 @@ class SyncChannel:
             group.create_task(self._beat(), name="sync: heartbeat")
             group.create_task(self._repair(), name="sync: repair")
 
-    async def take(self, event: ReplicaSyncEvent) -> None:
+    def take(self, event: ReplicaSyncEvent) -> None:
         """Applies a received event. Never raises because of its content."""
         known = len(self.replicas.logs)
         try:
@@ -127,8 +127,6 @@ class SyncChannel:
             self._state_requested.set()
         if len(self.replicas.logs) > known:
             self.announce()
-        # Yields, since a backlog of messages would occupy the event loop.
-        await asyncio.sleep(0)
 
     def reject(self, reason: str) -> None:
         """Counts a message that is not used."""

@@ -90,7 +90,7 @@ class NatsTransport:
                 self.quarantine.reject("nats", message.subject, error)
                 channel.reject("unparsable")
             else:
-                await channel.take(event)
+                channel.take(event)
 
         async def take_request(message: Msg) -> None:
             if not message.reply or self._asked.full():

@@ -213,7 +213,8 @@ class PeerNetwork:
         for event in response.events:
             channel = self._channels.get(component_name(event.component))
             if channel is not None:
-                await channel.take(event)
+                channel.take(event)
+            await asyncio.sleep(0)  # Many events would occupy the event loop.
 
 
 class PeerTransport:
