@@ -100,7 +100,7 @@ class MadeUp:
             frozen = GetStatusResponse()
             frozen.CopyFrom(status)
             frozen.components[0].CopyFrom(pool)
-            self._history.take(System(at, [SchedulerView("10.0.0.1:7002", frozen)]))
+            self._history.take(System(at, [SchedulerView("10.0.0.1:7002", frozen)]), 10.0 * number)
         self.key = ""
 
     @staticmethod

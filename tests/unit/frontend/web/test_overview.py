@@ -56,11 +56,11 @@ def test_a_healthy_system_has_no_problems() -> None:
 
 def test_history_has_what_happened_between_samples() -> None:
     history = History()
-    history.take(system(status(rank(prompt=1000, cached=100))))
+    history.take(system(status(rank(prompt=1000, cached=100))), 0.0)
     later = status(rank(prompt=1500, cached=400, active_blocks=25, active_requests=3))
     later.components[0].ranks[0].cache_hits.predicted_prompt_tokens = 400
     later.components[0].ranks[0].cache_hits.reachable_cached_tokens = 350
-    history.take(system(later))
+    history.take(system(later), 10.0)
     (point,) = history.points
     assert (point.predicted_prompt_tokens, point.reachable_tokens) == (400, 350)
     assert (point.requests, point.prompt_tokens, point.cached_tokens) == (5, 500, 300)
@@ -69,26 +69,31 @@ def test_history_has_what_happened_between_samples() -> None:
 
 def test_history_survives_a_restarted_scheduler_and_an_absent_one() -> None:
     history = History()
-    history.take(system(status(rank(prompt=1000, cached=100))))
-    history.take(System(AT, [SchedulerView("s:1", failure="gone")]))
-    history.take(system(status(rank(prompt=1200, cached=200))))
+    history.take(system(status(rank(prompt=1000, cached=100))), 0.0)
+    history.take(System(AT, [SchedulerView("s:1", failure="gone")]), 10.0)
+    assert not history.at_rest, "nobody answers"
+    history.take(system(status(rank(prompt=1200, cached=200))), 20.0)
     restarted = status(rank(prompt=100, cached=50))
     restarted.started_unix_ns = 2
-    history.take(system(restarted))
-    assert [point.prompt_tokens for point in history.points] == [0, 200, 100]
+    history.take(system(restarted), 30.0)
+    assert [(point.prompt_tokens, point.seconds) for point in history.points] == [(0, 10), (200, 20), (100, 10)]
 
 
 def test_history_is_of_an_hour_and_knows_the_length_of_intervals() -> None:
     history = History()
     for number in range(500):
-        history.take(replace(system(), at=AT + timedelta(seconds=10 * number)))
+        history.take(replace(system(), at=AT + timedelta(seconds=10 * number)), 10.0 * number)
     assert len(history.points) == 360
+    assert {point.seconds for point in history.points} == {10.0}
+    for number in range(500, 900):
+        history.take(replace(system(), at=AT - timedelta(days=1)), 10.0 * number)
+    assert len(history.points) == 360, "the clock was set back"
     assert {point.seconds for point in history.points} == {10.0}
 
 
 def test_history_is_at_rest_while_nothing_runs_or_ends() -> None:
     history = History()
-    history.take(system())
+    history.take(system(), 0.0)
     assert not history.at_rest, "nothing is known of the time before"
     for response, at_rest in (
         (status(rank()), True),
@@ -96,7 +101,7 @@ def test_history_is_at_rest_while_nothing_runs_or_ends() -> None:
         (status(rank(prompt=1500)), False),
         (status(rank(prompt=1500)), True),
     ):
-        history.take(system(response))
+        history.take(system(response), 10.0)
         assert history.at_rest == at_rest
 
 

@@ -75,8 +75,9 @@ class Observer:
             while True:
                 self._traffic.take(time.monotonic())
                 system = await self._queries.look_at_schedulers()
-                self._history.take(system)
-                self._hit_rates.take(system, time.monotonic())
+                now = time.monotonic()
+                self._history.take(system, now)
+                self._hit_rates.take(system, now)
                 if time.monotonic() - aged_at >= _AGEING_SECONDS:
                     aged_at = time.monotonic()
                     self._prefixes.age()

@@ -137,6 +137,8 @@ INTERVAL_SECONDS = 10.0
 REST_SECONDS = 30.0
 """Interval while nothing runs: Schedulers report every rank in a sample."""
 _KEPT_SECONDS = 3600.0
+_MAX_POINTS = 360
+"""Points of an hour with requests. The wall clock may be set back, so their age alone is no bound."""
 
 _Key = tuple[str, int, str, int, int]
 """(Scheduler, its start, component, worker, rank)."""
@@ -151,7 +153,7 @@ class Point:
     at: float
     """Unix time of its end, seconds."""
     seconds: float
-    """Its length."""
+    """Its length: since the newest sample before with ranks."""
     requests: int
     """Requests that ended, of those whose worker reported its cached tokens."""
     prompt_tokens: int
@@ -171,9 +173,11 @@ class History:
     """Points of the last hour. Pure: samples are given to it."""
 
     def __init__(self) -> None:
-        self._points: deque[Point] = deque()
+        self._points: deque[Point] = deque(maxlen=_MAX_POINTS)
         self._before: dict[_Key, _Counts] | None = None
         self._before_at = 0.0
+        self._is_answered = False
+        """Whether the newest sample has ranks."""
 
     @property
     def points(self) -> list[Point]:
@@ -183,17 +187,22 @@ class History:
     @property
     def at_rest(self) -> bool:
         """Whether no request ran at the end of the last interval, and none ended in it."""
-        return bool(self._points) and not (self._points[-1].active_requests or self._points[-1].requests)
+        points = self._points
+        return self._is_answered and bool(points) and not (points[-1].active_requests or points[-1].requests)
 
-    def take(self, system: System) -> None:
-        """Adds a point for the time since the previous sample. The first sample only sets the counts."""
+    def take(self, system: System, now: float) -> None:
+        """Adds a point for the time since the previous sample. The first sample only sets the counts.
+
+        ``now`` are the seconds of a monotonic clock.
+        """
         counts, at = _counts(system), system.at.timestamp()
+        self._is_answered = bool(counts)
         if self._before is not None:
             ranks = [rank for _, status in system.components().values() for rank in status.ranks]
             blocks = sum(rank.total_blocks for rank in ranks)
             point = Point(
                 at,
-                at - self._before_at,
+                now - self._before_at,
                 *_since(self._before, counts),
                 active_requests=sum(rank.active_requests for rank in ranks),
                 active_share=sum(rank.active_blocks for rank in ranks) / blocks if blocks else None,
@@ -201,10 +210,9 @@ class History:
             self._points.append(point)
             while self._points[0].at <= at - _KEPT_SECONDS:
                 self._points.popleft()
-        self._before_at = at
         if counts or self._before is None:
             # While no Scheduler answers, the former counts stay, so that what happened meanwhile is not lost.
-            self._before = counts
+            self._before, self._before_at = counts, now
 
 
 def _counts(system: System) -> dict[_Key, _Counts]:
