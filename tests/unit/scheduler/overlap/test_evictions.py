@@ -31,6 +31,20 @@ def test_two_misses_in_a_row_show_an_eviction() -> None:
     assert missed(check, 16, 7.0) == 7.0
 
 
+def test_of_misses_in_a_row_the_one_after_most_tokens_shows_the_limit() -> None:
+    check = EvictionCheck()
+    for number, used in ((10, 0), (11, 300), (12, 900), (13, 100)):
+        if missed(check, number, number - 9.0) is not None:
+            check.limit(ONE, used, 60.0)
+    assert check.most_tokens(ONE, 59.0) == 900, "the rank cleared its cache"
+    assert check.most_tokens(ONE, 60.0) is None
+    missed(check, 14, 5.0, cached_tokens=100)
+    missed(check, 15, 6.0)
+    assert missed(check, 16, 7.0) is not None
+    check.limit(ONE, 200, 60.0)
+    assert check.most_tokens(ONE, 59.0) == 200
+
+
 def test_a_prefix_may_not_be_computed_while_another_request_with_it_runs() -> None:
     check = EvictionCheck()
     check.begin(key(10), ONE, 10.0, None, 0)

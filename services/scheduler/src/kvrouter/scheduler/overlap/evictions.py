@@ -89,8 +89,14 @@ class EvictionCheck:
         return expected.last_use if running.misses >= _MISSES else None
 
     def limit(self, rank: Rank, tokens: int, until: float) -> None:
-        """Notes how many tokens a rank has used since those that it evicted. They count until a time, seconds."""
+        """Notes how many tokens a rank has used since those that it evicted. They count until a time, seconds.
+
+        Of several evictions in a row the greatest number counts: if a rank has cleared its cache, it has evicted what
+        it used last, too.
+        """
         running = self._ranks.setdefault(rank, _Running())
+        if running.misses > _MISSES:
+            tokens = max(tokens, running.most_tokens)
         running.most_tokens, running.limited_until = tokens, until
 
     def most_tokens(self, rank: Rank, now: float) -> int | None:
