@@ -52,7 +52,7 @@ pub struct Candidate {
 
 /// All candidates together.
 pub struct Fleet {
-    /// Mean share of the KV blocks in use.
+    /// Mean share of the KV blocks in use, over the candidates whose KV blocks are known; 0 without any.
     pub share: f64,
     /// Candidates that compute a prompt over those that compute none, infinite without any of these; `None` if the KV
     /// blocks of one are known.
@@ -65,10 +65,9 @@ impl Fleet {
     pub fn of(shares: &[f64], total_blocks: &[i64], waiting: &[i64]) -> Self {
         let idle = waiting.iter().filter(|requests| **requests == 0).count();
         let busy_to_idle = || (waiting.len() - idle) as f64 / idle as f64;
-        Self {
-            share: shares.iter().sum::<f64>() / shares.len().max(1) as f64,
-            busy_to_idle: total_blocks.iter().all(|blocks| *blocks == 0).then(busy_to_idle),
-        }
+        // The share of a candidate with unknown KV blocks is 0.
+        let known = total_blocks.iter().filter(|blocks| **blocks > 0).count();
+        Self { share: shares.iter().sum::<f64>() / known.max(1) as f64, busy_to_idle: (known == 0).then(busy_to_idle) }
     }
 }
 

@@ -132,6 +132,14 @@ def test_busy_ranks_are_the_price_of_work_where_caches_are_of_unknown_size(
         assert not decide("forecast", **load, total_blocks=known).explanation.terms["work_ms"].any()
 
 
+def test_ranks_of_unknown_size_leave_the_price_of_work_as_it_is() -> None:
+    load = {"overlap_blocks": [0, 0], "active_requests": [0, 0], "active_blocks": [950, 950]}
+    known = decide("forecast", **load, total_blocks=[1000, 1000]).explanation.terms["work_ms"]
+    mixed = decide("forecast", **load, total_blocks=[1000, 0]).explanation.terms["work_ms"]
+    assert known[0] > 0
+    assert mixed == pytest.approx(known)
+
+
 def test_an_unknown_budget_is_taken_to_be_the_usual_one() -> None:
     known, unknown = decide("forecast"), decide("forecast", max_batched_tokens=[0, 0])
     assert list(known.explanation.costs) == list(unknown.explanation.costs)

@@ -194,7 +194,8 @@ def used_shares(context: SchedulingContext) -> Amounts:
 def weigh(context: SchedulingContext, shares: Amounts) -> Weighed[NDArray[Any]]:
     """Returns the cost terms, given the share of KV blocks in use by candidate."""
     size, prompt, latency_calibration = context.block_size, context.prompt_tokens, context.latency_calibration
-    scarcity = shares.mean() ** 4
+    known = context.total_blocks > 0
+    scarcity = shares[known].mean() ** 4 if known.any() else 0.0
     relative = context.relative_latency ** (1.0 - scarcity)
     latency = latency_calibration * relative
     overlap = np.maximum(context.overlap_blocks, context.leading_active_blocks)
@@ -215,7 +216,7 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed[NDArray[Any]]:
     lacking = _over(context.active_blocks + context.queued_blocks, context.total_blocks) - ROOM
     added = -(-new // size) * size
     own = latency_calibration * new_ms
-    later = BASE * scarcity if context.total_blocks.any() else delayed_requests(context.prefill_requests)
+    later = BASE * scarcity if known.any() else delayed_requests(context.prefill_requests)
     return Weighed(
         forecast=rest + latency * all_ms,
         batch=batch,
