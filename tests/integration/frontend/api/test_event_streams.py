@@ -20,7 +20,6 @@ from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.workers.output import DetailedOutput
-from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.http_server import HttpLimits, serving_http
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.errors import KvRouterError, TooLarge
@@ -51,14 +50,7 @@ class Engine:
         self.errors: list[KvRouterError] = []
         self.pieces_sent = 0
 
-    async def run(
-        self,
-        request: FrontendServiceGenerateRequest,
-        prompt: bytes,
-        receiver: OutputReceiver,
-        *,
-        deadline: Deadline,
-    ) -> None:
+    async def run(self, request: FrontendServiceGenerateRequest, prompt: bytes, receiver: OutputReceiver) -> None:
         receiver.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=1)))
         try:
             for _ in range(request.stop_conditions.max_tokens // 1000):
