@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from google.protobuf.message import DecodeError
-from kvrouter.net.varint import encode_varint
+from kvrouter.net.wire_format import encode_varint
 from kvrouter.v1.common_pb2 import RankState
 from kvrouter.v1.snapshot_pb2 import SnapshotHeader
 from xxhash import xxh3_64

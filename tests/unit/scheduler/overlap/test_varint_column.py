@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, strategies as st
-from kvrouter.net.varint import encode_varint
+from kvrouter.net.wire_format import encode_varint
 from kvrouter.scheduler.overlap.indexer_query import decode_varints
 
 

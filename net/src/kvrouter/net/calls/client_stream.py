@@ -22,7 +22,7 @@ from kvrouter.net.calls.errors import (
 from kvrouter.net.calls.limits import ITEM_BYTES, SPARSE_PINGS, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
 from kvrouter.net.logs import get_logger
-from kvrouter.net.varint import encode_varint
+from kvrouter.net.wire_format import encode_varint
 from kvrouter.v1.calls_pb2 import (
     CallRequest,
     CallResponse,

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvrouter.core import Scope, local_hashes
-from kvrouter.net.varint import encode_varint
+from kvrouter.net.wire_format import encode_varint
 from kvrouter.runtime.requests import content_in_blocks
 from kvrouter.v1.common_pb2 import MultimodalHash
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest

@@ -17,7 +17,7 @@ from kvrouter.indexer.replica.replica import Replica
 from kvrouter.indexer.snapshots.coordinator import AWAY, NothingApplied, OthersLive
 from kvrouter.indexer.snapshots.lock import LockLost
 from kvrouter.net.snapshot_format import InvalidSnapshot
-from kvrouter.net.varint import encode_varint
+from kvrouter.net.wire_format import encode_varint
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.requests import component_name, content_in_blocks, pack_local_hashes
 from kvrouter.v1 import indexer_pb2 as pb

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrouter.net.varint import encode_varint
+from kvrouter.net.wire_format import encode_varint
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
 _LENGTH_DELIMITED = 2
