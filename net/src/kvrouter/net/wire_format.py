@@ -1,6 +1,21 @@
-"""Varints of the protobuf wire format, for messages joined from encoded parts."""
+"""The protobuf wire format, for messages joined from encoded parts."""
 
 from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+
+class WireType(IntEnum):
+    """How the value of a field is encoded."""
+
+    VARINT = 0
+    LENGTH_DELIMITED = 2
+
+
+def tag(message: type[Any], field: str, wire_type: WireType = WireType.LENGTH_DELIMITED) -> bytes:
+    """Returns the tag of a field of a message class, which precedes its value."""
+    return encode_varint(message.DESCRIPTOR.fields_by_name[field].number << 3 | wire_type)
 
 
 def encode_varint(value: int) -> bytes:

@@ -22,7 +22,7 @@ from kvrouter.net.calls.errors import (
 from kvrouter.net.calls.limits import ITEM_BYTES, SPARSE_PINGS, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
 from kvrouter.net.logs import get_logger
-from kvrouter.net.wire_format import encode_varint
+from kvrouter.net.wire_format import encode_varint, tag
 from kvrouter.v1.calls_pb2 import (
     CallRequest,
     CallResponse,
@@ -43,8 +43,7 @@ _FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
 
 _CANCEL_BYTES = 10
 """Upper bound of the bytes a cancelled number takes in a message."""
-_CALLS_TAG = bytes([OpenCallStreamRequest.CALLS_FIELD_NUMBER << 3 | 2])
-_REQUEST_TAG = bytes([CallRequest.REQUEST_FIELD_NUMBER << 3 | 2])
+_CALLS_TAG, _REQUEST_TAG = tag(OpenCallStreamRequest, "calls"), tag(CallRequest, "request")
 _CALL_BYTES = 2 * ITEM_BYTES
 """Upper bound of the bytes a call takes in a message beside its request."""
 _LEAST_MESSAGE_BYTES = 4096

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvrouter.core import Scope, local_hashes
-from kvrouter.net.wire_format import encode_varint
+from kvrouter.net.wire_format import encode_varint, tag
 from kvrouter.runtime.requests import content_in_blocks
 from kvrouter.v1.common_pb2 import MultimodalHash
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
@@ -19,7 +19,7 @@ from kvrouter.v1.packed_pb2 import PackedPrompt
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateRequest
 
 TOKEN_BYTES = 4
-_PROMPT_TAG = bytes([WorkerServiceGenerateRequest.TOKEN_IDS_FIELD_NUMBER << 3 | 2])
+_PROMPT_TAG = tag(WorkerServiceGenerateRequest, "token_ids")
 
 
 def take_prompt(request: FrontendServiceGenerateRequest) -> bytes:

@@ -6,22 +6,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrouter.net.wire_format import encode_varint
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
+from kvrouter.net.wire_format import WireType, encode_varint, tag
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
 
-_LENGTH_DELIMITED = 2
-_VARINT = 0
-
-
-def _tag(field: str, wire_type: int) -> bytes:
-    return bytes((GenerateOutput.DESCRIPTOR.fields_by_name[field].number << 3 | wire_type,))
-
-
-_TOKEN_IDS = _tag("token_ids", _LENGTH_DELIMITED)
-_CACHED_TOKENS = _tag("cached_tokens", _VARINT)
-_FINISH_REASON = _tag("finish_reason", _VARINT)
-_OUTPUT = b"\x0a"
-"""Tag of WorkerServiceGenerateResponse.output."""
+_TOKEN_IDS = tag(GenerateOutput, "token_ids")
+_CACHED_TOKENS = tag(GenerateOutput, "cached_tokens", WireType.VARINT)
+_FINISH_REASON = tag(GenerateOutput, "finish_reason", WireType.VARINT)
+_OUTPUT = tag(WorkerServiceGenerateResponse, "output")
 
 _one_token = struct.Struct("<2sI").pack
 _ONE_TOKEN_HEAD = _TOKEN_IDS + b"\x04"
