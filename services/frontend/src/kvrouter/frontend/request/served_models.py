@@ -77,8 +77,7 @@ class ServedModels:
     @property
     def may_forward(self) -> bool:
         """Whether all workers of some model have an OpenAI API of their own."""
-        if self._directory.components is not self._derived_from:
-            self._derive()
+        self._follow_registrations()
         return bool(self._forwarding)
 
     def pools(self, model: str, *, forwarding: bool) -> Sequence[ComponentView]:
@@ -134,8 +133,7 @@ class ServedModels:
 
     def _serving(self, model: str) -> Serving:
         """Returns the same as ``resolve``, whoever the caller is."""
-        if self._directory.components is not self._derived_from:
-            self._derive()
+        self._follow_registrations()
         serving = self._resolved.get(model)
         if serving is None:
             views, lora_name = resolve_model(model, self._derived_from)
@@ -149,9 +147,12 @@ class ServedModels:
     def _forwarding_of(self, views: Sequence[ComponentView]) -> list[ComponentView]:
         return [view for view in views if view.name in self._forwarding]
 
-    def _derive(self) -> None:
-        """Renews everything derived from the registrations, since they have changed."""
-        self._derived_from = components = self._directory.components
+    def _follow_registrations(self) -> None:
+        """Renews everything derived from the registrations if they have changed."""
+        components = self._directory.components
+        if components is self._derived_from:
+            return
+        self._derived_from = components
         self._resolved = {}
         self._forwarding = {
             name
