@@ -1,4 +1,4 @@
-"""Timers and messages that come together."""
+"""Timers and periodic messages end at multiples of an interval."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from kvrouter.net import ticks
-from kvrouter.net.ticks import seconds_to_meeting, seconds_to_tick
+from kvrouter.net.ticks import seconds_to_send, seconds_to_tick
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,11 @@ def test_waits_end_at_multiples_and_are_never_short(
 def test_processes_send_at_the_same_moments_and_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     for now in (1_700_000_000.0, 1_700_000_000.0037, 1_700_000_000.0199):
         monkeypatch.setattr(ticks, "time", SimpleNamespace(time=lambda now=now: now))
-        seconds = seconds_to_meeting(7.3)
+        seconds = seconds_to_send(7.3)
         assert seconds == pytest.approx(7.3, abs=0.0101)
         assert (now + seconds) * 50 == pytest.approx(round((now + seconds) * 50), abs=1e-4)
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.005, 0.05])
 def test_short_intervals_stay_as_they_are(seconds: float) -> None:
-    assert seconds_to_meeting(seconds) == seconds
+    assert seconds_to_send(seconds) == seconds

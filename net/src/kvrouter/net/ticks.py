@@ -1,8 +1,8 @@
-"""Times at which timers and messages come together.
+"""Coalesces timers, so that idle processes wake less often.
 
-To wake an idle process costs more than most of its timers and messages do. Timers that only have to run now and then
-end at multiples of their interval on one clock; constant intervals are multiples of ``TICK_SECONDS``. What thousands of
-idle workers send arrives together too.
+To wake an idle process costs more than most of its timers and messages do. Timers that may end early or late end at
+multiples of their interval on the monotonic clock; constant intervals are multiples of ``TICK_SECONDS``. Periodic
+messages of idle workers are sent at multiples of 20 ms on the wall clock.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 
 TICK_SECONDS = 0.2
 _LEAST_SHARE = 0.25
+"""Least part of an interval to wait."""
 
 
 def seconds_to_tick(seconds: float) -> float:
@@ -29,17 +30,19 @@ async def tick(seconds: float) -> None:
     await asyncio.sleep(seconds_to_tick(seconds))
 
 
-_MEETING_SECONDS = 0.02
-_LEAST_SECONDS = 5 * _MEETING_SECONDS
+_SEND_SECONDS = 0.02
+"""Processes send their periodic messages at multiples of it."""
+_LEAST_SECONDS = 5 * _SEND_SECONDS
+"""Shortest interval to align."""
 
 
-def seconds_to_meeting(seconds: float) -> float:
-    """Returns a time close to ``seconds`` after which many processes send what can wait for each other.
+def seconds_to_send(seconds: float) -> float:
+    """Returns an interval between periodic messages, rounded to end at a multiple of 20 ms on the wall clock.
 
-    It ends at a multiple of 20 ms by the wall clock, so that messages of thousands of idle workers arrive together and
-    wake their receivers less often. Short times stay as they are.
+    Messages of thousands of idle workers arrive together then, and wake their receivers less often. Intervals below
+    100 ms stay as they are.
     """
     if seconds < _LEAST_SECONDS:
         return seconds
-    latest = time.time() + seconds + _MEETING_SECONDS / 2
-    return seconds + _MEETING_SECONDS / 2 - latest % _MEETING_SECONDS
+    latest = time.time() + seconds + _SEND_SECONDS / 2
+    return seconds + _SEND_SECONDS / 2 - latest % _SEND_SECONDS

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvrouter.net.auth import ServiceToken
 from kvrouter.net.logs import get_logger
-from kvrouter.net.ticks import seconds_to_meeting
+from kvrouter.net.ticks import seconds_to_send
 from kvrouter.net.tls import Tls
 from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.errors import InvalidLoad, UnknownRank
@@ -300,7 +300,7 @@ class Worker:
             except Exception:
                 # The exception comes from the engine's code. A failed load report must not end the worker.
                 log.exception("load_report.failed", worker_id=self.config.worker_id)
-            await asyncio.sleep(seconds_to_meeting(self.config.load_report_seconds))
+            await asyncio.sleep(seconds_to_send(self.config.load_report_seconds))
 
 
 def load_reports(

@@ -14,7 +14,7 @@ from kvrouter.core.interface import MAX_BATCH_BYTES, EventRecorder
 from kvrouter.net.backoff import Backoff
 from kvrouter.net.logs import get_logger
 from kvrouter.net.nats.client import or_cancelled
-from kvrouter.net.ticks import seconds_to_meeting
+from kvrouter.net.ticks import seconds_to_send
 from kvrouter.publisher.publishing.transport import MessageRefused, Transport, TransportAway
 
 log = get_logger(__name__)
@@ -84,7 +84,7 @@ class BatchSender:
                     await self._deliver(transport, payload, first, after)
                 interval = heartbeat_seconds
                 if after == first:
-                    interval = seconds_to_meeting(heartbeat_seconds * random.uniform(*_REPEATED))
+                    interval = seconds_to_send(heartbeat_seconds * random.uniform(*_REPEATED))
                 async with self._sent:
                     self._sent_id = after
                     self._sent.notify_all()

@@ -119,7 +119,7 @@ class BookedLoad:
         self.prefill_times = PrefillTimes()
         self.tier_loads = TierLoads()
         self._expected: dict[Key, list[FirstToken]] = {}
-        """Learn from the first tokens to come."""
+        """Functions that learn from the first token, by the booking that still waits for it."""
         self.time_in_flight = TimeInFlight()
         self._peaks = BookingPeaks()
 

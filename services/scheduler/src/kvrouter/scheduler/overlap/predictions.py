@@ -145,7 +145,7 @@ class Predictions:
             return
         evicted_until = predicted.evictions.end(booking.key, booking.rank, change.cached_tokens)
         if evicted_until is not None:
-            self._record_waiting()  # It is used since.
+            self._record_waiting()  # Its blocks count among those used since the eviction.
             predicted.index.forget_until(booking.rank, evicted_until)
             left = predicted.index.blocks_of(booking.rank) * predicted.block_size
             predicted.evictions.limit(booking.rank, left, self.clock() + self.limits.ttl_seconds)

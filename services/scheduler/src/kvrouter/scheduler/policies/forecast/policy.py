@@ -271,7 +271,7 @@ def weigh_candidates(context: SchedulingContext, free_slots: Amounts) -> Weighin
 
 
 def weigh_here(context: SchedulingContext, free_slots: Amounts) -> Weighing:
-    """Returns the result of the native core, computed without it."""
+    """Returns the same as the native core, computed by numpy."""
     columns = weigh(context, used_shares(context))
     costs = np.add.reduce(columns[:_COST_TERMS])
     is_open = free_slots >= 1
