@@ -65,9 +65,11 @@ class PredictedIndex:
 
     def last_use(self, rank: Rank, local_hashes: bytes, now: float) -> float | None:
         """Returns when the last of these blocks was last recorded for a rank; None if it has not all of them."""
-        if not local_hashes or self.overlaps(local_hashes, now).get(rank, 0) < len(unpack(local_hashes)):
+        overlap = self.overlaps(local_hashes, now).get(rank, 0)
+        places = unpack(sequence_hashes(local_hashes))
+        if not places or overlap < len(places):
             return None
-        return self._uses[rank, unpack(sequence_hashes(local_hashes))[-1]].at
+        return self._uses[rank, places[-1]].at
 
     def forget_until(self, rank: Rank, at: float) -> int:
         """Drops a rank's entries that were last recorded at this time or before."""
