@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from kvrouter.indexer.ingest.jetstream import DurableConsumer
+from kvrouter.indexer.ingest.jetstream import Delivery, DurableConsumer
 from kvrouter.indexer.ingest.read_position import Position
 from kvrouter.indexer.replica.component import ComponentIndex, Limits
 from kvrouter.indexer.snapshots.coordinator import OthersLive, SnapshotHome, SnapshotOptions
@@ -198,6 +198,41 @@ async def test_a_stream_that_is_another_one_is_read_from_its_start(
             await follows(index, source)
         assert await overlaps(index, tokens(6, seed=50)) == {(1, 0): 6, (2, 0): 6, (3, 0): 6}
         assert max((await overlaps(index, tokens(6, seed=0))).values()) == 6, "the snapshot's blocks are kept"
+
+
+async def test_messages_purged_before_a_replica_read_them_come_from_the_newer_snapshot(
+    connection: Client, component: ComponentName, etcd_endpoint: str
+) -> None:
+    sources = await fill(connection, component)
+    async with (
+        indexing(connection, component, home=home(etcd_endpoint)) as index,
+        indexing(connection, component, "slow", home=home(etcd_endpoint, "slow")) as slow,
+    ):
+        await until(lambda: index.ready and slow.ready)
+        await asyncio.gather(*(follows(slow, source) for source in sources))
+        assert index.snapshots
+        assert slow.ingest
+        consumer = slow.ingest.consumer
+        fetch, paused, resume = consumer.fetch, asyncio.Event(), asyncio.Event()
+
+        async def fetch_between_pauses(wait_seconds: float) -> Delivery | None:
+            delivery = await fetch(min(wait_seconds, 0.1))
+            if delivery is None and not resume.is_set():
+                paused.set()
+                await resume.wait()
+            return delivery
+
+        consumer.fetch = fetch_between_pauses  # type: ignore[method-assign]
+        await paused.wait()
+        await more(connection, sources, 5, 8)
+        await asyncio.gather(*(follows(index, source) for source in sources))
+        ref, _ = await index.snapshots.take(index.position)
+        await connection.jetstream().purge_stream(component.stream, seq=ref.stream_sequence + 1)
+        await more(connection, sources, 8, 10)
+        resume.set()
+        await asyncio.gather(*(follows(slow, source) for source in sources))
+        assert await answers(slow, 10) == await answers(index, 10)
+        assert slow.state.events.tally.gaps == 0
 
 
 async def test_the_stream_is_purged_one_behind_and_never_beyond_a_live_replica(

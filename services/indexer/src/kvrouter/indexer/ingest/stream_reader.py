@@ -56,6 +56,8 @@ class Ingest:
         """Last sequence of the stream at the start; None before the stream was first viewed."""
         self._caught_up = asyncio.Event()
         self._fingerprint: int | None = None
+        self._gone_after: int | None = None
+        """Last position whose next messages were gone from the stream when later ones were delivered."""
         self._began = 0.0
         self._messages = 0
         self._log = log.bind(component_name=self.name)
@@ -141,7 +143,7 @@ class Ingest:
         self._advance(position, stream.last_sequence, consumer.pending)
 
     async def _read(self, thread: ThreadPoolExecutor) -> bool:
-        """Reads until the client reconnects (returns False) or no message arrives for 2 s (returns True)."""
+        """Reads until the stream must be viewed again (returns False) or no message arrives for 2 s (returns True)."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
         while not self.consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
@@ -149,10 +151,24 @@ class Ingest:
             if delivery is None:
                 await self.consumer.acknowledge_rest()
                 continue
+            if self._lacks_messages(delivery):
+                self.consumer.forsake()
+                return False
             await self._apply(thread, delivery)
             self._note_recovery()
             heard = loop.time()
         return not self.consumer.reconnected
+
+    def _lacks_messages(self, delivery: Delivery) -> bool:
+        """Returns whether messages before the end of a delivery are gone, so that a newer snapshot can help.
+
+        True once for each position: the delivery is applied if it arrives again.
+        """
+        applied, messages = self.progress.applied, delivery.messages
+        if self.later is None or messages[-1].sequence <= applied + len(messages) or self._gone_after == applied:
+            return False
+        self._gone_after = applied
+        return True
 
     async def _apply(self, thread: ThreadPoolExecutor, delivery: Delivery) -> None:
         position = self.progress.position
