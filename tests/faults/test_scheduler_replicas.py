@@ -22,6 +22,8 @@ from .processes import (
 from .rig import FULL
 
 SYNC = ("--replica-sync", "--lease-seconds", "2", "--replica-heartbeat-seconds", "0.2")
+ENDLESS_PREFILL = ("--worker-stall-seconds", "0")
+"""Keeps a Frontend at workers that generate nothing."""
 STREAMS = 500 if FULL else 100
 
 
@@ -107,7 +109,10 @@ async def test_one_that_is_paused_past_its_lease_and_comes_back_agrees(processes
 )
 async def test_the_survivor_does_not_herd(processes: Processes, sync: tuple[str, ...]) -> None:
     """One worker has twice the load of the other; what comes after the failover makes up for that, and no more."""
-    await start_system(processes, schedulers=2, frontends=1, clock_factor=0.05, mode="kv", scheduler=sync)
+    # No engine computes a first token meanwhile: a request whose prefill has ended costs less than one that waits.
+    await start_system(
+        processes, schedulers=2, frontends=1, clock_factor=1e-4, mode="kv", frontend=ENDLESS_PREFILL, scheduler=sync
+    )
     frontend = processes.frontend("frontend-0")
     many, few = STREAMS, STREAMS // 2
     running = [
