@@ -230,7 +230,7 @@ async def test_messages_purged_before_a_replica_read_them_come_from_the_newer_sn
         await connection.jetstream().purge_stream(component.stream, seq=ref.stream_sequence + 1)
         await more(connection, sources, 8, 10)
         resume.set()
-        await asyncio.gather(*(follows(slow, source) for source in sources))
+        await asyncio.gather(*(follows(each, source) for each in (index, slow) for source in sources))
         assert await answers(slow, 10) == await answers(index, 10)
         assert slow.state.events.tally.gaps == 0
 
