@@ -26,7 +26,6 @@ pytestmark = pytest.mark.timeout(180)
 
 MODEL = "mock-model"
 PROCESSES = 2
-SILENCE_SECONDS = "3"
 
 
 @dataclass
@@ -121,10 +120,16 @@ def system() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-async def gateway(system: list[str]) -> AsyncIterator[Gateway]:
+def silence_seconds() -> str:
+    """Silence after which a process is replaced: none of a busy machine is as long."""
+    return "60"
+
+
+@pytest.fixture
+async def gateway(system: list[str], silence_seconds: str) -> AsyncIterator[Gateway]:
     http, rpc, ops = (free_port() for _ in range(3))
     ports = ["--port", str(http), "--bind", f"127.0.0.1:{rpc}", "--http-bind", f"127.0.0.1:{ops}"]
-    options = [*system, "--processes", str(PROCESSES), "--process-silence-seconds", SILENCE_SECONDS]
+    options = [*system, "--processes", str(PROCESSES), "--process-silence-seconds", silence_seconds]
     process = start("kvrouter.frontend", *options, *ports)
     running = Gateway(process, options, f"http://127.0.0.1:{http}", f"127.0.0.1:{rpc}", f"http://127.0.0.1:{ops}")
     try:
@@ -186,6 +191,7 @@ async def test_a_process_that_is_killed_is_replaced_while_the_others_serve(gatew
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("silence_seconds", ["3"])
 async def test_a_process_that_hangs_is_replaced(gateway: Gateway) -> None:
     await gateway.complete()
     before = await gateway.served()
