@@ -16,7 +16,7 @@ from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 LOST = WorkerFailure(1, "UNAVAILABLE", "worker 1 failed")
 SILENT = WorkerFailure(1, "silent", "worker 1 stopped answering")
-UNREACHED = WorkerFailure(1, "UNAVAILABLE", "worker 1 failed", not_sent=True)
+UNREACHED = WorkerFailure(1, "UNAVAILABLE", "worker 1 failed", not_taken=True)
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 511, 512, 513, 3000])

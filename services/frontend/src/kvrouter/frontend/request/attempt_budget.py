@@ -56,7 +56,7 @@ def remaining(stop: StopConditions, output_tokens: int) -> StopConditions:
     return rest
 
 
-_MAX_NOT_SENT = 16
+_MAX_NOT_TAKEN = 16
 """Attempts that never reach their worker and cost nothing; bounds the changes between pools of unreachable workers."""
 
 
@@ -91,7 +91,7 @@ class AttemptBudget:
         Scheduler may discover another worker later than this Frontend does."""
         self._failed_migrations = 0
         """Migrations that count against the limit."""
-        self._not_sent = 0
+        self._not_taken = 0
 
     def allows(self, *, with_output: bool, is_drained: bool = False) -> bool:
         """Returns whether a further attempt may follow if the running one fails with or without output.
@@ -108,11 +108,11 @@ class AttemptBudget:
         return allowed or (not with_output and self._is_free(failure))
 
     def _is_free(self, failure: WorkerFailure) -> bool:
-        return failure.not_sent and not self._pinned and self._not_sent < _MAX_NOT_SENT
+        return failure.not_taken and not self._pinned and self._not_taken < _MAX_NOT_TAKEN
 
     def waited(self) -> None:
         """Records that the request has waited for its workers to start again: all may be tried anew."""
-        self._not_sent = 0
+        self._not_taken = 0
 
     def migration_refusal(self, *, is_drained: bool = False) -> str:
         """Returns why the request cannot migrate; empty if it can."""
@@ -131,7 +131,7 @@ class AttemptBudget:
             self._failed_migrations += not failure.is_drained
             self._failed_attempts = 0
         elif self._is_free(failure):
-            self._not_sent += 1
+            self._not_taken += 1
         elif failure.worker_id != self.silent_worker_id:
             self._failed_attempts += 1
         self.silent_worker_id = failure.worker_id if failure.is_silent else None
@@ -154,7 +154,7 @@ class RestartWait:
     def failed(self, failure: WorkerFailure) -> None:
         """Notes why an attempt failed."""
         died = failure.fate is not None and failure.fate.died
-        self.has_lost_workers = self.has_lost_workers or failure.not_sent or died
+        self.has_lost_workers = self.has_lost_workers or failure.not_taken or died
 
     async def pause(self, deadline: Deadline) -> bool:
         """Waits a moment. Returns False, at once, if the time for waiting or the request's deadline is over."""

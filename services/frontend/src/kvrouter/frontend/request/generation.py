@@ -66,7 +66,7 @@ class _Unreachable(Exception):
 
     def __init__(self, worker_id: int) -> None:
         self.failure = WorkerFailure(
-            worker_id, "UNAVAILABLE", f"worker {worker_id} cannot be connected to", not_sent=True
+            worker_id, "UNAVAILABLE", f"worker {worker_id} cannot be connected to", not_taken=True
         )
         super().__init__(self.failure.message)
 
@@ -213,7 +213,7 @@ class Generation:
             self._deaths.check()
             self._restart.failed(failure)
             if not self._budget.allows_after(failure, with_output=with_output):
-                if failure.not_sent and await self._await_restart(deadline):
+                if failure.not_taken and await self._await_restart(deadline):
                     continue
                 raise self._final(failure, attempt)
             if failure.outcome_unknown:
@@ -229,7 +229,8 @@ class Generation:
                     attempt=attempt,
                     cause=failure.message,
                 )
-            if not (with_output or failure.not_sent) and self._prefill is not None and self._prefill.params is not None:
+            is_taken = not (with_output or failure.not_taken)
+            if is_taken and self._prefill is not None and self._prefill.params is not None:
                 self._prefill.failed(failure.message)
                 self._unserved_worker_ids.append(failure.worker_id)
             elif not failure.is_silent:

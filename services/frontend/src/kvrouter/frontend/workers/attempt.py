@@ -305,13 +305,13 @@ class WorkerAttempt:
         """Returns the failure, recorded, if the worker is at fault; otherwise the error for the client."""
         fault = fault_of(error, self._dispatch.deadline)
         if fault is Fault.WORKER:
-            unknown, not_sent = isinstance(error, OutcomeUnknown), isinstance(error, NotSent)
+            unknown, not_taken = isinstance(error, OutcomeUnknown), isinstance(error, NotSent)
             # A sidecar, which lives on, says so of its engine.
             died = unknown or isinstance(error, WorkerLost)
             # Taken first, since a worker that signs off, or is known to have died, is another one afterwards.
-            fate = None if not_sent or error.code in _HARMLESS else self._health.fate(connection_lost=died)
+            fate = None if not_taken or error.code in _HARMLESS else self._health.fate(connection_lost=died)
             failure = self._note(error.code.name, f"failed with {error.code.name}: {error.message}")
-            return replace(failure, outcome_unknown=unknown, not_sent=not_sent, fate=fate)
+            return replace(failure, outcome_unknown=unknown, not_taken=not_taken, fate=fate)
         worker = self._health.worker
         if fault is Fault.DEADLINE and worker.suspected:
             return DeadlineExceeded(

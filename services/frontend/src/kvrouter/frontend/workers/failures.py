@@ -140,8 +140,8 @@ class WorkerFailure:
     """The failure, for logs and errors."""
     outcome_unknown: bool = False
     """Whether the worker may still run the request, so it must be aborted before it is retried."""
-    not_sent: bool = False
-    """Whether the request never reached the worker, such as one that cannot be connected to."""
+    not_taken: bool = False
+    """Whether the worker has not taken the request: it cannot be connected to."""
     fate: WorkerFate | None = None
     """The worker's fate; None if it does not matter, as for one that was draining or only full."""
 
@@ -153,7 +153,7 @@ class WorkerFailure:
     @property
     def never_began(self) -> bool:
         """Whether the worker has computed nothing of the request: it has not got it, or had no room for it."""
-        return self.not_sent or self.cause == grpc.StatusCode.RESOURCE_EXHAUSTED.name
+        return self.not_taken or self.cause == grpc.StatusCode.RESOURCE_EXHAUSTED.name
 
     @property
     def is_drained(self) -> bool:
