@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2
 from kvrouter.net.calls import SERVICE as CALL_STREAMS, CallStreamServer, ServerCall
 from kvrouter.net.etcd import connect
@@ -15,7 +16,9 @@ from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1 import worker_pb2
+from kvrouter.v1.error_encoding import STATUS_KEY, from_parts, set_error
 from kvrouter.v1.errors import KvRouterError
+from kvrouter.v1.errors_pb2 import ErrorInfo
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
 
@@ -53,6 +56,15 @@ def aborts(code: grpc.StatusCode) -> Behaviour:
     return behave
 
 
+def refuses(error: KvRouterError) -> Behaviour:
+    """Refuses the request with an error and its details."""
+
+    async def behave(context: Context) -> None:
+        set_error(context, error)
+
+    return behave
+
+
 def writes(*pieces: bytes) -> Behaviour:
     """Sends these and ends the call with OK."""
 
@@ -73,6 +85,7 @@ class _StreamContext:
         self.call = call
         self.code = grpc.StatusCode.OK
         self.details = ""
+        self.info: ErrorInfo | None = None
 
     async def write(self, response: bytes) -> None:
         """Sends a response. Waits for the stream, as gRPC does."""
@@ -85,6 +98,13 @@ class _StreamContext:
 
     def set_details(self, details: str) -> None:
         self.details = details
+
+    def set_trailing_metadata(self, metadata: tuple[tuple[str, str | bytes], ...]) -> None:
+        """Keeps the details of an error, which a call stream sends as they are."""
+        for key, value in metadata:
+            if key == STATUS_KEY and isinstance(value, bytes):
+                self.info = ErrorInfo()
+                Status.FromString(value).details[0].Unpack(self.info)
 
 
 class FreezableStreams(CallStreamServer):
@@ -168,7 +188,7 @@ class HostileWorker:
         if context.code is grpc.StatusCode.OK:
             context.call.end()
         else:
-            context.call.fail(KvRouterError(context.details, code=context.code))
+            context.call.fail(from_parts(context.code.value[0], context.details, context.info))
 
     async def _generate(self, request: bytes, context: Context) -> None:
         self.calls += 1

@@ -14,7 +14,7 @@ import pytest
 from kvrouter.devtools.system.ports import free_ports
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import AvoidedWorker, RoutingConstraints, RoutingRequest, TokenIds
-from kvrouter.v1.errors import AllBusy, BadRequest, DeadlineExceeded, KvRouterError, WorkerLost
+from kvrouter.v1.errors import AllBusy, BadRequest, DeadlineExceeded, Draining, KvRouterError, WorkerLost
 from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
     FrontendServiceGenerateResponse,
@@ -26,7 +26,17 @@ from kvrouter.v1.frontend_pb2 import (
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, StopConditions, WorkerServiceGenerateResponse
 
 from ....garbage import no_request_is_garbage
-from ....hostile_worker import Behaviour, HostileWorker, aborts, answers, hangs, piece, registered_beside, writes
+from ....hostile_worker import (
+    Behaviour,
+    HostileWorker,
+    aborts,
+    answers,
+    hangs,
+    piece,
+    refuses,
+    registered_beside,
+    writes,
+)
 from .. import gateway
 from ..gateway import System, request, running_system, until
 
@@ -214,6 +224,21 @@ async def test_workers_that_cannot_be_connected_to_cost_no_attempts(
         assert (routing.rank.worker_id, len(routing.earlier_ranks)) == (SOUND, 4)
         assert sum(len(each.output.token_ids) for each in pieces) == 4
         await system.until_idle()
+
+
+async def test_requests_wait_while_the_last_worker_of_their_pool_stops(system: System) -> None:
+    # It refuses them before Frontend and Scheduler learn from its registration that it stops.
+    async with hostile_worker(system, HOSTILE, refuses(Draining())) as worker:
+        await system.stop_worker(SOUND)
+        asking = [asyncio.create_task(ask(system)) for _ in range(4)]
+        await until(lambda: worker.calls > len(asking) * 4)
+        worker.behave = answers
+        assert [served_by(await each) for each in asking] == [HOSTILE] * 4
+        worker.behave = refuses(Draining())
+        system.wait_for_no_restart()
+        with pytest.raises(WorkerLost, match="the service is stopping"):
+            await ask(system)
+    await system.until_idle()
 
 
 async def test_requests_are_attempted_even_if_every_worker_fails(system: System) -> None:

@@ -57,16 +57,16 @@ def remaining(stop: StopConditions, output_tokens: int) -> StopConditions:
 
 
 _MAX_NOT_TAKEN = 16
-"""Attempts that never reach their worker and cost nothing; bounds the changes between pools of unreachable workers."""
+"""Attempts that their worker does not take and that cost nothing; bounds the changes between pools of such workers."""
 
 
 class AttemptBudget:
     """Counts the failures of one request: attempts without output, and migrations.
 
     A failure without output costs an attempt, and the request is retried. A failure after output costs a migration: the
-    request continues on another worker, with a new set of attempts. A worker that cannot be reached costs nothing: the
-    request has not failed there, and several may be gone before their registrations end. Nor does one an operator
-    drains. Deaths of workers are counted besides, by ``RequestDeaths``.
+    request continues on another worker, with a new set of attempts. A worker that cannot be reached, or is stopping,
+    costs nothing: the request has not failed there, and several may be gone before their registrations end. Nor does
+    one an operator drains. Deaths of workers are counted besides, by ``RequestDeaths``.
     """
 
     def __init__(self, *, max_attempts: int, migration_limit: int, pinned: bool, migration_blocker: str = "") -> None:
@@ -147,7 +147,7 @@ class RestartWait:
         """Has not waited yet. ``limit_seconds`` is the longest time to wait in sum."""
         self.limit_seconds = limit_seconds
         self.has_lost_workers = False
-        """Whether a worker died with the request, or refused the connection, so it may be starting again."""
+        """Whether a worker died with the request, refused the connection or was stopping, so it may start again."""
         self._waited = 0.0
         self._pauses = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)
 

@@ -23,7 +23,7 @@ from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputLimit
 from kvrouter.net.calls import NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Stage
-from kvrouter.v1.errors import DeadlineExceeded, KvRouterError, WorkerLost
+from kvrouter.v1.errors import DeadlineExceeded, Draining, KvRouterError, WorkerLost
 from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
@@ -305,7 +305,8 @@ class WorkerAttempt:
         """Returns the failure, recorded, if the worker is at fault; otherwise the error for the client."""
         fault = fault_of(error, self._dispatch.deadline)
         if fault is Fault.WORKER:
-            unknown, not_taken = isinstance(error, OutcomeUnknown), isinstance(error, NotSent)
+            unknown = isinstance(error, OutcomeUnknown)
+            not_taken = isinstance(error, NotSent) or (isinstance(error, Draining) and not self._has_output)
             # A sidecar, which lives on, says so of its engine.
             died = unknown or isinstance(error, WorkerLost)
             # Taken first, since a worker that signs off, or is known to have died, is another one afterwards.

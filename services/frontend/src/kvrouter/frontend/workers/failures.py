@@ -141,7 +141,7 @@ class WorkerFailure:
     outcome_unknown: bool = False
     """Whether the worker may still run the request, so it must be aborted before it is retried."""
     not_taken: bool = False
-    """Whether the worker has not taken the request: it cannot be connected to."""
+    """Whether the worker has not taken the request: it cannot be connected to, or is stopping."""
     fate: WorkerFate | None = None
     """The worker's fate; None if it does not matter, as for one that was draining or only full."""
 
