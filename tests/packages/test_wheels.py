@@ -6,6 +6,7 @@ bring pins of their own.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -33,9 +34,19 @@ NEEDS_EXTRA = "needs an extra that is not installed: pip install 'kvrouter[devst
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A wheel of every distribution, by its name."""
-    directory = tmp_path_factory.mktemp("wheels")
-    subprocess.run(["make", "-s", "wheels", f"WHEELS={directory}"], cwd=ROOT, check=True)
+    """A wheel of every distribution, by its name.
+
+    Processes of pytest-xdist build them once: two builds in one tree remove each other's files.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    directory, unfinished = shared / "wheels", shared / "unfinished-wheels"
+    with (shared / "wheels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            subprocess.run(["make", "-s", "wheels", f"WHEELS={unfinished}"], cwd=ROOT, check=True)
+            unfinished.rename(directory)
     return {canonicalize_name(wheel.name.split("-")[0]): wheel for wheel in directory.glob("*.whl")}
 
 
