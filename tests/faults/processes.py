@@ -80,6 +80,18 @@ class Processes:
         channel = await self.stack.enter_async_context(open_channel(self.directory.services(kind)[name].endpoint))
         self._stubs[kind, name] = remote(_SERVICES[kind], channel)
 
+    def registered_at(self, worker_id: int) -> int:
+        """Returns when a worker's process registered, nanoseconds since 1970; 0 if none is registered."""
+        views = self.directory.components.values()
+        return max(
+            (view.workers[worker_id].registered_unix_ns for view in views if worker_id in view.workers), default=0
+        )
+
+    async def until_registered(self, worker_id: int, after: int) -> None:
+        """Returns when a process of a worker is registered that did so after a time, nanoseconds since 1970."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await self.directory.wait_for(lambda _: self.registered_at(worker_id) > after)
+
     async def kill(self, name: str) -> None:
         process = self.running[name]
         if process.returncode is None:

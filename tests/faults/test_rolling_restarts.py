@@ -87,6 +87,15 @@ async def restart(processes: Processes, kind: str, name: str, *options: str) -> 
         await processes.ready(kind, successor)
 
 
+async def restart_worker(processes: Processes, number: int) -> None:
+    """Restarts a worker. Returns when it is registered again, as a rolling update waits: the other one stops next."""
+    worker_id = number + 1
+    earlier = processes.registered_at(worker_id)
+    worker = ("--worker-id", str(worker_id), "--max-sequences", "512", "--load-report-seconds", "0")
+    await restart(processes, "mocker", f"mocker-{number}", *worker)
+    await processes.until_registered(worker_id, after=earlier)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 async def test_a_rolling_restart_of_everything_loses_no_request(processes: Processes) -> None:
@@ -114,8 +123,7 @@ async def test_a_rolling_restart_of_everything_loses_no_request(processes: Proce
                     await restart(processes, kind, f"{kind}-{number}", *flags)
                     await balancer.until_completed(50)
             for number in range(2):
-                worker = ("--worker-id", str(number + 1), "--max-sequences", "512", "--load-report-seconds", "0")
-                await restart(processes, "mocker", f"mocker-{number}", *worker)
+                await restart_worker(processes, number)
                 await balancer.until_completed(50)
         finally:
             stopped.set()

@@ -72,15 +72,21 @@ class MixedSystem:
         if kind in SERVICES:
             await self.processes.ready(kind, name)
 
+    @staticmethod
+    def _worker_id(kind: str, number: int) -> int:
+        """Returns the id of a worker; for a service, one that no worker has."""
+        return {"mocker": 1, "sidecar": 11}.get(kind, 101) + number
+
     def _options(self, kind: str, number: int) -> tuple[str, ...]:
         if kind == "scheduler":
             return "--router-mode", "kv", "--replica-sync"
         if kind == "frontend":
             return "--port", "0"
         if kind == "mocker":
-            return "--worker-id", str(number + 1), "--model", MODEL, "--load-report-seconds", "0.5"
+            return "--worker-id", str(self._worker_id(kind, number)), "--model", MODEL, "--load-report-seconds", "0.5"
         if kind == "sidecar":
-            return "--worker-id", str(number + 11), "--engine", f"http://127.0.0.1:{self._engines[number]}"
+            engine = f"http://127.0.0.1:{self._engines[number]}"
+            return "--worker-id", str(self._worker_id(kind, number)), "--engine", engine
         return ()
 
     async def start_engines(self) -> None:
@@ -94,12 +100,18 @@ class MixedSystem:
             )
 
     async def replace(self, kind: str, number: int, *, is_older: bool) -> None:
-        """Stops a process in order and starts the same one of the other release."""
-        name = self.names[kind, number]
+        """Stops a process in order and starts the same one of the other release. Returns when it serves.
+
+        A rolling upgrade waits for that too. Otherwise all workers stop before the first one is back.
+        """
+        name, worker_id = self.names[kind, number], self._worker_id(kind, number)
+        earlier = self.processes.registered_at(worker_id)
         self.processes.signal(name, signal.SIGTERM)
         async with asyncio.timeout(PATIENCE_SECONDS):
             assert await self.processes.running[name].wait() == 0, f"{name}: {self.log(name)[-5:]}"
         await self.start(kind, number, is_older=is_older)
+        if kind not in SERVICES:
+            await self.processes.until_registered(worker_id, after=earlier)
 
     def log(self, name: str) -> list[dict[str, object]]:
         """Returns the events of a process; warnings of Python itself are no events."""
@@ -115,7 +127,7 @@ class MixedSystem:
 
     async def until_workers(self) -> None:
         """Returns when every worker is registered and its cache is in both Indexers."""
-        expected = {number + first for number in range(REPLICAS) for first in (1, 11)}
+        expected = {self._worker_id(kind, number) for number in range(REPLICAS) for kind in ("mocker", "sidecar")}
 
         def complete(_: object) -> bool:
             components = self.processes.directory.components.values()
