@@ -24,6 +24,9 @@ from kvrouter.sidecar.settings import LocalEnginesSettings, SidecarSettings
 jsonschema = pytest.importorskip("jsonschema", reason="kubernetes-validate is not installed")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
+# A busy machine builds helm for minutes, which counts for the first test that uses it.
+pytestmark = pytest.mark.timeout(1200)
+
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "deploy/helm/kvrouter"
 SCHEMAS = Path(__file__).parent / "schemas"
