@@ -40,11 +40,12 @@ BookingUpdates.free = lambda *_, **__: None
 APPLIES_SLOWLY = """
 import time
 from kvrouter.indexer.index.event_applier import EventApplier
-applied = EventApplier.apply_at_once
-def apply_at_once(*batch):
+applied = EventApplier.apply
+def apply(*batch):
     time.sleep(0.05)
     return applied(*batch)
-EventApplier.apply_at_once = apply_at_once
+EventApplier.apply = apply
+EventApplier.apply_at_once = lambda *_: 0
 """
 KEEPS_STATE_TO_ITSELF = """
 from kvrouter.scheduler.replication.nats_network import NatsTransport
