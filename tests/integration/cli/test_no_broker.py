@@ -145,7 +145,7 @@ async def test_engines_of_a_file_come_and_go(tmp_path: Path) -> None:
         await system.serving(1)
         first = (await system.ask(PROMPT)).worker
         await system.settled(first, 8)
-        running = await begun(server, system.ask(PROMPT, max_tokens=60, ignore_eos=True))
+        running = await begun(server, system.ask(PROMPT, max_tokens=200, ignore_eos=True))
         named.write_text(f"{two.url}  # instead\n")
 
         async def moved() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import BackOff
@@ -60,12 +61,13 @@ def states(found: WorkerHealth) -> list[WorkerHealthState]:
     return [each.state for each in found.status(POOL)]
 
 
-def test_a_worker_that_stops_and_refuses_connections_keeps_its_requests() -> None:
+@pytest.mark.parametrize("is_announced", [True, False], ids=["announced", "seen at its end only"])
+def test_a_worker_that_stops_and_refuses_connections_keeps_its_requests(is_announced: bool) -> None:
     found = health()
     call = found.begin("a:1")
     stopping = components({1: "a:1", 2: "b:1"})
     stopping[POOL].workers[1].draining = True
-    for views in (stopping, components({2: "b:1"})):  # It signs off at last.
+    for views in (stopping, components({2: "b:1"}))[not is_announced :]:  # It signs off at last.
         found.update(views)
         found.missed("a:1", is_unreachable=True)
         assert not call.worker.should_be_left

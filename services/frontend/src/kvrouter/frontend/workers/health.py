@@ -114,6 +114,9 @@ class WorkerHealth:
             worker.former = worker.registered
             worker.kept_until = self._clock() + LOST_SECONDS if worker.suspected else 0.0
             self._resolve(worker, died=not worker.is_draining)
+            # That it stops may be known only together with the end of its registration. That of a process which died
+            # ends with its lease, when it has missed probes.
+            worker.is_draining = worker.is_draining or not worker.suspected
         worker.registered = ()
         worker.former = [(name, each) for name, each in worker.former if (name, each.worker_id) not in live]
         self.forget_if_gone(worker)
