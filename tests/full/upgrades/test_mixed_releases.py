@@ -23,7 +23,8 @@ from ...integration.sidecar.rig import events_at
 from . import previous_release
 
 SERVICES = ("indexer", "scheduler", "frontend")
-KINDS = (*SERVICES, "mocker", "sidecar")
+_FIRST_WORKER_IDS = {"mocker": 1, "sidecar": 11}
+KINDS = (*SERVICES, *_FIRST_WORKER_IDS)
 """In the order of an upgrade."""
 REPLICAS = 2
 AT_ONCE = 8
@@ -72,21 +73,16 @@ class MixedSystem:
         if kind in SERVICES:
             await self.processes.ready(kind, name)
 
-    @staticmethod
-    def _worker_id(kind: str, number: int) -> int:
-        """Returns the id of a worker; for a service, one that no worker has."""
-        return {"mocker": 1, "sidecar": 11}.get(kind, 101) + number
-
     def _options(self, kind: str, number: int) -> tuple[str, ...]:
         if kind == "scheduler":
             return "--router-mode", "kv", "--replica-sync"
         if kind == "frontend":
             return "--port", "0"
         if kind == "mocker":
-            return "--worker-id", str(self._worker_id(kind, number)), "--model", MODEL, "--load-report-seconds", "0.5"
+            return "--worker-id", str(_worker_id(kind, number)), "--model", MODEL, "--load-report-seconds", "0.5"
         if kind == "sidecar":
             engine = f"http://127.0.0.1:{self._engines[number]}"
-            return "--worker-id", str(self._worker_id(kind, number)), "--engine", engine
+            return "--worker-id", str(_worker_id(kind, number)), "--engine", engine
         return ()
 
     async def start_engines(self) -> None:
@@ -104,13 +100,14 @@ class MixedSystem:
 
         A rolling upgrade waits for that too. Otherwise all workers stop before the first one is back.
         """
-        name, worker_id = self.names[kind, number], self._worker_id(kind, number)
-        earlier = self.processes.registered_at(worker_id)
+        name = self.names[kind, number]
+        worker_id = None if kind in SERVICES else _worker_id(kind, number)
+        earlier = 0 if worker_id is None else self.processes.registered_at(worker_id)
         self.processes.signal(name, signal.SIGTERM)
         async with asyncio.timeout(PATIENCE_SECONDS):
             assert await self.processes.running[name].wait() == 0, f"{name}: {self.log(name)[-5:]}"
         await self.start(kind, number, is_older=is_older)
-        if kind not in SERVICES:
+        if worker_id is not None:
             await self.processes.until_registered(worker_id, after=earlier)
 
     def log(self, name: str) -> list[dict[str, object]]:
@@ -127,7 +124,7 @@ class MixedSystem:
 
     async def until_workers(self) -> None:
         """Returns when every worker is registered and its cache is in both Indexers."""
-        expected = {self._worker_id(kind, number) for number in range(REPLICAS) for kind in ("mocker", "sidecar")}
+        expected = {_worker_id(kind, number) for number in range(REPLICAS) for kind in _FIRST_WORKER_IDS}
 
         def complete(_: object) -> bool:
             components = self.processes.directory.components.values()
@@ -159,6 +156,10 @@ class MixedSystem:
         """Returns when no Scheduler has a booking."""
         for number in range(REPLICAS):
             await self.processes.until_booked(self.names["scheduler", number], 0)
+
+
+def _worker_id(kind: str, number: int) -> int:
+    return _FIRST_WORKER_IDS[kind] + number
 
 
 @asynccontextmanager
