@@ -67,7 +67,8 @@ def test_a_worker_that_stops_and_refuses_connections_keeps_its_requests(is_annou
     call = found.begin("a:1")
     stopping = components({1: "a:1", 2: "b:1"})
     stopping[POOL].workers[1].draining = True
-    for views in (stopping, components({2: "b:1"}))[not is_announced :]:  # It signs off at last.
+    announcement = [stopping] if is_announced else []
+    for views in (*announcement, components({2: "b:1"})):  # It signs off at last.
         found.update(views)
         found.missed("a:1", is_unreachable=True)
         assert not call.worker.should_be_left

@@ -229,9 +229,9 @@ class Generation:
                     attempt=attempt,
                     cause=failure.message,
                 )
-            is_taken = not (with_output or failure.not_taken)
-            if is_taken and self._prefill is not None and self._prefill.params is not None:
-                self._prefill.failed(failure.message)
+            prefill = self._prefill
+            if prefill is not None and prefill.params is not None and not (with_output or failure.not_taken):
+                prefill.failed(failure.message)
                 self._unserved_worker_ids.append(failure.worker_id)
             elif not failure.is_silent:
                 self._input.exclude(failure.worker_id)

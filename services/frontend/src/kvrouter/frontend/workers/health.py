@@ -114,8 +114,8 @@ class WorkerHealth:
             worker.former = worker.registered
             worker.kept_until = self._clock() + LOST_SECONDS if worker.suspected else 0.0
             self._resolve(worker, died=not worker.is_draining)
-            # That it stops may be known only together with the end of its registration. That of a process which died
-            # ends with its lease, when it has missed probes.
+            # The registration of a dead process ends with its lease, after it missed probes. So a worker that still
+            # answers has stopped in order, even if its announcement and its end were seen together.
             worker.is_draining = worker.is_draining or not worker.suspected
         worker.registered = ()
         worker.former = [(name, each) for name, each in worker.former if (name, each.worker_id) not in live]

@@ -149,7 +149,7 @@ class ObservedWorker:
     """Whether it sent anything since the last probe."""
     last_failure: str = ""
     is_draining: bool = False
-    """Whether it is stopping, or an operator drains it, or did so when it left: then its end is no death."""
+    """Whether it is stopping, or an operator drains it, or it left while it answered: then its end is no death."""
     incarnation: int = 0
     """Incarnation of its cache, which distinguishes its process from earlier ones; 0 if unknown."""
     lives: int = 0
