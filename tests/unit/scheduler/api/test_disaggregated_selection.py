@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from kvrouter.runtime.kv_transfer import KvTransfer
 from kvrouter.scheduler.policies.catalogue import POLICIES
@@ -146,7 +145,7 @@ async def test_prefill_workers_stand_in_until_a_decode_worker_has_computed_a_pro
     name = with_prefill_worker(scheduler)
     measured = scheduler.pools.named(name.namespace, name.name).booked_load
     now = time.monotonic()
-    measured.prefill_times.expect(40 * BLOCK, now - 1)(now)
+    measured.prefill_times.learn(1000.0, 40 * BLOCK, now)
 
     async def compute(request_id: str) -> PrefillDecision:
         key = BookingKey(request_id=request_id, stage=Stage.STAGE_DECODE)
@@ -198,11 +197,11 @@ async def test_each_pool_computes_at_its_own_measured_speed(slowness: float) -> 
     scheduler = parts("kv", options=RemotePrefillOptions(min_tokens=0, transfer=KvTransfer(latency_ms=0.0)))
     name = with_prefill_worker(scheduler)
     now = time.monotonic()
-    modelled = float(modelled_ms(np.array([40 * BLOCK]))[0]) / 1e3
+    modelled = float(modelled_ms(40 * BLOCK))
     for pool, measured in ((POOL, 1.0), (name, slowness)):
         times = scheduler.pools.named(pool.namespace, pool.name).booked_load.prefill_times
         for _ in range(200):
-            times.expect(40 * BLOCK, now - measured * modelled)(now)
+            times.learn(measured * modelled, 40 * BLOCK, now)
     chosen = await scheduler.select(at_decode_pool(40))
     ratio = chosen.prefill.prefill_compute_ms / chosen.prefill.compute_ms
     assert ratio == pytest.approx(slowness, rel=0.05)

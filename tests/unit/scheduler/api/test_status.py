@@ -90,7 +90,7 @@ async def test_a_rank_that_is_slower_than_its_component_is_shown_so() -> None:
     parts = Parts(view(worker(1), worker(2), worker(3)))
     relative = next(iter(parts.pools)).booked_load.latency_calibration.relative
     for worker_id in (1, 2, 3):
-        mean = relative.mean_of((worker_id, 0))
+        mean = relative.of((worker_id, 0), now=0.0).mean
         assert mean is not None
         for _ in range(50):
             relative.observe(mean, 3.0 if worker_id == 3 else 1.0, time.monotonic())

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from kvrouter.scheduler.load.prefill_times import HALF_LIFE_SECONDS, LEAST_TOKENS, PrefillTimes
 from kvrouter.scheduler.request.remote_prefill import modelled_ms
 
 TOKENS = 2_000
 NOW = 100.0
-MODELLED_S = float(modelled_ms(np.array([TOKENS]))[0]) / 1e3
+MODELLED_S = float(modelled_ms(TOKENS)) / 1e3
 
 
 def computed(times: PrefillTimes, slowness: float, prompts: int) -> PrefillTimes:
     for _ in range(prompts):
-        times.expect(TOKENS, NOW)(NOW + slowness * MODELLED_S)
+        times.learn(slowness * MODELLED_S * 1e3, TOKENS, NOW + slowness * MODELLED_S)
     return times
 
 
@@ -31,10 +30,9 @@ def test_a_single_odd_measurement_has_little_weight() -> None:
     assert settled.factors(NOW).compute < 1.1
 
 
-def test_short_prompts_and_those_that_never_answer_teach_nothing() -> None:
+def test_short_prompts_teach_nothing() -> None:
     times = PrefillTimes()
-    times.expect(LEAST_TOKENS - 1, 0.0)(100.0)
-    times.expect(TOKENS, 0.0)
+    times.learn(100_000.0, LEAST_TOKENS - 1, 100.0)
     assert (times.factors(NOW).compute, times.measured_prompts) == (1.0, 0)
 
 

@@ -24,7 +24,7 @@ def of_ranks(incarnation: int = 1) -> RelativeLatency:
 
 
 def observe(relative: RelativeLatency, rank: Rank, *ratios: float, now: float = 0.0) -> None:
-    mean = relative.mean_of(rank)
+    mean = relative.of(rank, now).mean
     assert mean is not None
     for ratio in ratios:
         relative.observe(mean, ratio, now)
@@ -108,8 +108,7 @@ def test_a_restarted_rank_starts_anew_and_a_gone_one_is_forgotten() -> None:
     relative.set_ranks([(RANKS[0], 1), (RANKS[1], 1), (RANKS[2], 1)])
     assert column(relative)[0] == pytest.approx(slow, rel=0.1)
     assert len(column(relative)) == 3
-    assert relative.mean_of(RANKS[3]) is None
-    assert relative.of(RANKS[3], 1.0) == 1.0
+    assert relative.of(RANKS[3], 1.0) == (1.0, None)
     relative.set_ranks([(RANKS[0], 2), (RANKS[1], 1), (RANKS[2], 1)])
     assert column(relative) == [1.0] * 3
 
@@ -117,10 +116,10 @@ def test_a_restarted_rank_starts_anew_and_a_gone_one_is_forgotten() -> None:
 def test_a_first_token_of_an_earlier_incarnation_says_nothing_of_the_next() -> None:
     calibration = LatencyCalibration()
     calibration.relative.set_ranks((rank, 1) for rank in RANKS)
-    expected = [calibration.expect(RANKS[number % 4], 100.0, 0.0) for number in range(40)]
+    dispatched = [calibration.relative.of(RANKS[number % 4], 0.0) for number in range(40)]
     calibration.relative.set_ranks((rank, 2) for rank in RANKS)
-    for number, learn in enumerate(expected):
-        learn(0.4 if number % 4 else 0.1)
+    for number, speed in enumerate(dispatched):
+        calibration.learn(400.0 if number % 4 else 100.0, 100.0, speed, 0.4)
     assert column(calibration.relative) == [1.0] * 4
 
 
@@ -129,7 +128,8 @@ def test_the_forecast_for_a_slow_rank_is_not_slow_twice() -> None:
     calibration.relative.set_ranks((rank, 1) for rank in RANKS)
     for number in range(4000):
         now, rank = float(number), RANKS[number % 4]
-        calibration.expect(rank, 100 * calibration.value, now)(now + (0.3 if rank == RANKS[0] else 0.1))
+        speed, measured_ms = calibration.relative.of(rank, now), 300.0 if rank == RANKS[0] else 100.0
+        calibration.learn(measured_ms, 100 * calibration.value, speed, now + measured_ms / 1e3)
     latencies = calibration.relative.column(4000.0) * calibration.value
     assert latencies.tolist() == pytest.approx([3.0, 1.0, 1.0, 1.0], rel=0.2)
 

@@ -312,8 +312,9 @@ def test_nobody_waits_for_ever(arrivals: list[tuple[float, float]]) -> None:
 
 def test_the_latency_calibration_follows_the_engines_and_one_outlier_moves_it_little() -> None:
     latency_calibration = LatencyCalibration()
+    speed = latency_calibration.relative.of((1, 0), 0.0)
     for _ in range(400):
-        latency_calibration.expect((1, 0), 100 * latency_calibration.value, 0.0)(0.3)
+        latency_calibration.learn(300.0, 100 * latency_calibration.value, speed, 0.3)
     assert 2.9 < latency_calibration.value < 3.1
-    latency_calibration.expect((1, 0), 300.0, 0.0)(1e6)
+    latency_calibration.learn(1e9, 300.0, speed, 1e6)
     assert latency_calibration.value < 3.2

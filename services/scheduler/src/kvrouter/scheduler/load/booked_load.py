@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from kvrouter.core import ActiveSequences, CachedRank, CacheRecency, Rank
 from kvrouter.scheduler.identifiers import Key
-from kvrouter.scheduler.load.latency import FirstToken, LatencyCalibration
+from kvrouter.scheduler.load.latency import LatencyCalibration, RankSpeed
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.load.slots import BookingPeaks, TimeInFlight
 from kvrouter.scheduler.load.tier_loads import ExpectedLoad, TierLoads
@@ -54,6 +54,18 @@ class Expected(NamedTuple):
 
 
 NOTHING = Expected()
+
+
+class _Dispatched(NamedTuple):
+    """A dispatch whose first token is still to come."""
+
+    at: float
+    """Seconds of the clock."""
+    expected: Expected
+    alone_tokens: int
+    """Prompt tokens to compute on a rank without another prompt; 0 if it has one."""
+    speed: RankSpeed
+    """Speed of the rank as it was known then."""
 
 
 class RankLoad(NamedTuple):
@@ -118,8 +130,8 @@ class BookedLoad:
         self.latency_calibration = LatencyCalibration()
         self.prefill_times = PrefillTimes()
         self.tier_loads = TierLoads()
-        self._expected: dict[Key, list[FirstToken]] = {}
-        """Functions that learn from the first token, by the booking that still waits for it."""
+        self._expected: dict[Key, _Dispatched] = {}
+        """What the first tokens will show, by the booking that still waits for one."""
         self.time_in_flight = TimeInFlight()
         self._peaks = BookingPeaks()
 
@@ -230,20 +242,20 @@ class BookedLoad:
             self._recency.record(rank, prompt.sequence_hashes, now)
         self.time_in_flight.began(now)
         if expected is not NOTHING:
-            self._expect(key, rank, prefill_tokens if prompts == 1 else 0, expected, now)
+            alone_tokens = prefill_tokens if prompts == 1 else 0
+            speed = self.latency_calibration.relative.of(rank, now)
+            self._expected[key] = _Dispatched(now, expected, alone_tokens, speed)
         return True
 
-    def _expect(self, key: Key, rank: Rank, alone_tokens: int, expected: Expected, now: float) -> None:
-        """Prepares to learn from a first token. ``alone_tokens`` are computed while the rank has no other prompt."""
-        learn = []
+    def _learn(self, dispatched: _Dispatched, now: float) -> None:
+        """Learns from the first token of a dispatch."""
+        measured_ms, expected = (now - dispatched.at) * 1e3, dispatched.expected
         if expected.forecast_ms is not None:
-            learn.append(self.latency_calibration.expect(rank, expected.forecast_ms, now))
-        if expected.computes and alone_tokens:
-            learn.append(self.prefill_times.expect(alone_tokens, now))
+            self.latency_calibration.learn(measured_ms, expected.forecast_ms, dispatched.speed, now)
+        if expected.computes and dispatched.alone_tokens:
+            self.prefill_times.learn(measured_ms, dispatched.alone_tokens, now)
         if expected.load is not None:
-            learn.append(self.tier_loads.expect(expected.load, now))
-        if learn:
-            self._expected[key] = learn
+            self.tier_loads.learn(measured_ms, expected.load, now)
 
     def load_factors(self) -> Amounts:
         """Returns measured over modelled load times: a row for each lower tier, with the ranks in order."""
@@ -264,8 +276,8 @@ class BookedLoad:
     def prefill_complete(self, key: Key) -> bool:
         """Records the end of the prefill. Returns whether the booking is live."""
         now = self.clock()
-        for learn in self._expected.pop(key, ()):
-            learn(now)
+        if (dispatched := self._expected.pop(key, None)) is not None:
+            self._learn(dispatched, now)
         return self._sequences.prefill_complete(key, now)
 
     def output_tokens(self, key: Key, tokens: int) -> bool:
@@ -286,10 +298,9 @@ class BookedLoad:
         if rank is None:
             return False
         self.time_in_flight.ended(now)
-        learners = self._expected.pop(key, ())
-        if prefilled:
-            for learn in learners:
-                learn(now)
+        dispatched = self._expected.pop(key, None)
+        if prefilled and dispatched is not None:
+            self._learn(dispatched, now)
         if rank not in self._registered:
             self._forget_if_idle(rank)
         return True

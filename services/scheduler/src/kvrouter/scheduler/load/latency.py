@@ -24,9 +24,9 @@ The factor serves all ranks, and forecasts are those at the component's speed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
@@ -58,9 +58,6 @@ some minutes, while ranks in use have hundreds of first tokens meanwhile."""
 WIDEST = 4.0
 """Limit of a single ratio of measured to forecast time, and of a relative latency, in either direction."""
 
-FirstToken = Callable[[float], None]
-"""Learns from a first token, given its time in seconds."""
-
 REFRESH_S = 0.1
 """Seconds for which the column is reused, because it is read in every decision."""
 
@@ -77,6 +74,18 @@ class RankMean:
     def weight_at(self, now: float) -> float:
         """Returns the weight of the first tokens at a time in seconds."""
         return self.weight * math.pow(2.0, (self.updated - now) / HALF_LIFE_S)
+
+
+class RankSpeed(NamedTuple):
+    """The speed of a rank at one time."""
+
+    latency: float
+    """Its relative latency."""
+    mean: RankMean | None
+    """First tokens of its incarnation; None if it is not registered."""
+
+
+_UNKNOWN = RankSpeed(1.0, None)
 
 
 class RelativeLatency:
@@ -102,10 +111,6 @@ class RelativeLatency:
         self._places = {rank: place for place, rank in enumerate(self._means)}
         self._refresh_at = -math.inf
 
-    def mean_of(self, rank: Rank) -> RankMean | None:
-        """Returns the first tokens of a rank's present incarnation; None if it is not registered."""
-        return self._means.get(rank)
-
     def observe(self, rank_mean: RankMean, ratio: float, now: float) -> None:
         """Adds a first token: its measured time over the forecast for a rank of the component's speed."""
         weight = rank_mean.weight_at(now)
@@ -116,10 +121,10 @@ class RelativeLatency:
         rank_mean.weight, rank_mean.updated = min(weight + 1.0, WINDOW), now
         rank_mean.mean += off / rank_mean.weight
 
-    def of(self, rank: Rank, now: float) -> float:
-        """Returns the relative latency of a rank; 1 if it is not registered."""
+    def of(self, rank: Rank, now: float) -> RankSpeed:
+        """Returns what is known of a rank; nothing if it is not registered."""
         place = self._places.get(rank)
-        return 1.0 if place is None else float(self.column(now)[place])
+        return _UNKNOWN if place is None else RankSpeed(float(self.column(now)[place]), self._means[rank])
 
     def column(self, now: float) -> NDArray[np.float64]:
         """Returns the relative latencies of the registered ranks, at most REFRESH_S old."""
@@ -157,22 +162,18 @@ class LatencyCalibration:
         self.relative = RelativeLatency()
         """How slow each rank is, relative to the component."""
 
-    def expect(self, rank: Rank, forecast_ms: float, now: float) -> FirstToken:
-        """Returns a function that learns from the first token of a dispatch.
+    def learn(self, measured_ms: float, forecast_ms: float, dispatched_at: RankSpeed, now: float) -> None:
+        """Learns from a first token.
 
         Args:
-            rank: The rank.
-            forecast_ms: Its forecast time to first token at the component's speed, ms.
+            measured_ms: Its time since the dispatch, ms.
+            forecast_ms: The forecast at the component's speed, ms; one of 0 or less is not compared.
+            dispatched_at: The speed of the rank as it was known at the dispatch.
             now: Time in seconds.
         """
-        # The latency is the one at dispatch. The mean is of an earlier incarnation if the rank restarts meanwhile.
-        relative = self.relative
-        return partial(self._learn, forecast_ms, now, relative.of(rank, now), relative.mean_of(rank))
-
-    def _learn(self, forecast_ms: float, since: float, latency: float, mean: RankMean | None, now: float) -> None:
         if forecast_ms <= 0:
             return
-        ratio = (now - since) * 1e3 / forecast_ms
-        if mean is not None:
-            self.relative.observe(mean, ratio, now)
-        self.value *= min(max(ratio / latency, 1 / WIDEST), WIDEST) ** STEP
+        ratio = measured_ms / forecast_ms
+        if dispatched_at.mean is not None:
+            self.relative.observe(dispatched_at.mean, ratio, now)
+        self.value *= min(max(ratio / dispatched_at.latency, 1 / WIDEST), WIDEST) ** STEP

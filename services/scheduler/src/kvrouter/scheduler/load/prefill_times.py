@@ -15,10 +15,7 @@ prompts are computed there, so a factor that says no would have no further measu
 from __future__ import annotations
 
 import math
-from functools import partial
 
-import numpy as np
-from kvrouter.scheduler.load.latency import FirstToken
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors, modelled_ms
 
 LEAST_TOKENS = 256
@@ -80,18 +77,16 @@ class PrefillTimes:
         """Number of first tokens in the factor for computing."""
         return self._compute.count
 
-    def expect(self, tokens: int, since: float) -> FirstToken:
-        """Returns a function that learns from the first token of a prompt on a rank without others.
+    def learn(self, measured_ms: float, tokens: int, now: float) -> None:
+        """Learns from the first token of a prompt on a rank without others.
 
         Args:
-            tokens: Prompt tokens to compute.
-            since: Time of the dispatch in seconds.
+            measured_ms: Its time since the dispatch, ms.
+            tokens: Prompt tokens that the rank computed.
+            now: Time in seconds.
         """
-        return partial(self._learn, tokens, since)
-
-    def _learn(self, tokens: int, since: float, now: float) -> None:
         if tokens >= LEAST_TOKENS:
-            self._compute.observe((now - since) * 1e3, float(modelled_ms(np.array([tokens]))[0]), now)
+            self._compute.observe(measured_ms, float(modelled_ms(tokens)), now)
 
     def handed_over(self, measured_ms: float, modelled: float, now: float) -> None:
         """Measures a hand-over, given the time of the model of the link, both in ms; ``now``: seconds."""

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from kvrouter.core import Rank
-from kvrouter.scheduler.load.latency import FirstToken
 from kvrouter.scheduler.load.prefill_times import LEAST_TOKENS, Factor
 from kvrouter.scheduler.workers.candidates import LOWER_TIERS
 from numpy.typing import NDArray
@@ -70,17 +68,17 @@ class TierLoads:
             self._refresh_at = now + REFRESH_SECONDS
         return self._columns
 
-    def expect(self, load: ExpectedLoad, since: float) -> FirstToken:
-        """Returns a function that learns from the first token of a dispatch to a rank that computes no other prompt.
+    def learn(self, measured_ms: float, load: ExpectedLoad, now: float) -> None:
+        """Learns from the first token of a dispatch to a rank that computes no other prompt.
 
-        ``since``: time of the dispatch in seconds.
+        Args:
+            measured_ms: Its time since the dispatch, ms.
+            load: What the rank loaded.
+            now: Time in seconds.
         """
-        return partial(self._learn, load, since)
-
-    def _learn(self, load: ExpectedLoad, since: float, now: float) -> None:
         if sum(load.tokens) < LEAST_TOKENS or load.rank not in self._places:
             return
-        loaded_ms = max(LEAST_MS, load.share_ms + (now - since) * 1e3 - load.forecast_ms)
+        loaded_ms = max(LEAST_MS, load.share_ms + measured_ms - load.forecast_ms)
         for tier, tokens in enumerate(load.tokens):
             if tokens:
                 factor = self._factors.setdefault((load.rank, tier), Factor())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ MAX_WEIGHT = 1e9
 """Maximum weight: far above any useful value, and low enough that costs stay exact to one block."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Thresholds:
     """Load above which a rank is busy; None is off."""
 
@@ -44,7 +45,7 @@ class Thresholds:
             below.prefill_tokens if self.prefill_tokens is None else self.prefill_tokens,
         )
 
-    @property
+    @cached_property
     def any_set(self) -> bool:
         """Returns whether at least one threshold is on."""
         return self.decode_blocks is not None or self.prefill_tokens is not None
@@ -131,7 +132,7 @@ class TierOptions:
     """Bandwidth of loads in 10^9 bytes per second, until measured, of workers that register none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoutingOptions:
     """Options by which a request is routed."""
 
@@ -148,7 +149,7 @@ class RoutingOptions:
     tiers: TierOptions = TierOptions()
     """What blocks below device memory are worth."""
 
-    @property
+    @cached_property
     def queues(self) -> bool:
         """Returns whether the policy queues requests without room."""
         return "max_queued_requests" in POLICIES[self.mode].options
@@ -162,7 +163,7 @@ class RoutingOptions:
         bandwidths = np.where(registered > 0, registered, np.array(self.tiers.load_gb_per_second)[:, None])
         return self.remote_prefill.transfer.bytes_per_token / (bandwidths * 1e6)
 
-    @property
+    @cached_property
     def queries_indexer(self) -> bool:
         """Returns whether the decision uses overlaps, from an Indexer."""
         policy = POLICIES[self.mode]

@@ -158,10 +158,9 @@ def prefill_places(
     return PrefillPlaces(is_remote, np.where(is_remote, equivalent, uncached_tokens), comparison)
 
 
-def modelled_ms(tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+def modelled_ms(tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
     """Returns the time to compute prompt tokens on the engine model of mode forecast, ms."""
-    budget = np.full(len(tokens), DEFAULT_BUDGET)
-    return prefill_ms(tokens, budget, np.zeros(len(tokens)))
+    return prefill_ms(tokens, DEFAULT_BUDGET, 0.0)
 
 
 def compute_ms(

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +79,7 @@ def _bandwidths(worker: WorkerRegistration) -> tuple[float, float, float]:
     return host, disk, shared
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerConstraints:
     """Constraints of a request on its rank."""
 
@@ -101,7 +101,7 @@ class WorkerConstraints:
     even_if_draining: bool = False
     """Whether a draining worker fits too, because it runs the request already."""
 
-    @property
+    @cached_property
     def anywhere(self) -> bool:
         """Whether every rank of the stage fits."""
         named = self.worker_id is not None or self.dp_rank is not None
@@ -287,7 +287,7 @@ class WorkerSet:
 
     def fit(self, constraints: WorkerConstraints) -> Places:
         """Returns the candidates within a request's constraints, whatever their load (see ``why_unfit``)."""
-        serving, places = self._that_serve(constraints.stage)
+        serving, places = self._serving.get(constraints.stage) or self._that_serve(constraints.stage)
         if constraints.anywhere:
             return places
         mask = self._with_role(constraints.stage) if constraints.even_if_draining else serving.copy()
@@ -331,10 +331,8 @@ class WorkerSet:
         return self._sources[1]
 
     def _that_serve(self, stage: Stage) -> tuple[Mask, Places]:
-        serving = self._serving.get(stage)
-        if serving is None:
-            mask = self.accepting & self._with_role(stage)
-            serving = self._serving[stage] = (mask, np.flatnonzero(mask))
+        mask = self.accepting & self._with_role(stage)
+        serving = self._serving[stage] = (mask, np.flatnonzero(mask))
         return serving
 
     def _with_role(self, stage: Stage) -> Mask:
