@@ -94,8 +94,8 @@ class BookingOwnership:
         """
         booking.lease_until = now + booking.lease_seconds
         is_booked = self.booking_table.book(booking, self.booking_table.here)
-        if is_booked:
-            self._watch(booking)
+        if is_booked and not booking.session_id:
+            self._watch_lease(booking)
         return is_booked
 
     def own(self, booking: Booking, session_id: str, lease_seconds: float, now: float, opening_number: int = 0) -> None:
@@ -112,7 +112,8 @@ class BookingOwnership:
         self.booking_table.own(
             booking, placement, session_id=session_id, lease_seconds=lease_seconds, lease_until=now + lease_seconds
         )
-        self._watch(booking)
+        if not session_id:
+            self._watch_lease(booking)
 
     def adopt(self, booking: Booking, session_id: str, placement: Placement) -> None:
         """Makes an open session own a booking, at the placement stated by its client."""
@@ -203,9 +204,7 @@ class BookingOwnership:
             else:
                 self.booking_table.free(booking.key, is_expired=True)
 
-    def _watch(self, booking: Booking) -> None:
-        if booking.session_id:
-            return
+    def _watch_lease(self, booking: Booking) -> None:
         heapq.heappush(self._leases, (booking.lease_until, next(self._order), booking.key))
         # Most bookings are freed long before their lease ends. A sweep removes the entries that they leave behind.
         if len(self._leases) > 2 * len(self.booking_table) + _LEAST_SWEEP:

@@ -34,7 +34,9 @@ class BookingStatistics:
                 "booking.lease_expired", request_id=request_id, attempt=attempt, component_name=str(booking.component)
             )
         if change.cached_tokens is not None:
-            self._compare_prediction(booking, change.cached_tokens, tier_tokens(change.lower_cached_tokens))
+            lower = change.lower_cached_tokens
+            lower_tokens = None if lower is None else tier_tokens(lower)
+            self._compare_prediction(booking, change.cached_tokens, lower_tokens)
 
     def _session_ended(self, change: SessionEnded) -> None:
         bookings = len(change.bookings)
@@ -51,12 +53,14 @@ class BookingStatistics:
             self._metrics.audit(booking.pool.model, predicted, cached_tokens // block_size)
             self._check_predictions(booking, predicted * block_size, cached_tokens)
         outcome = booking.outcome
-        predicted_lower = tier_tokens(outcome.lower_blocks if outcome.HasField("lower_blocks") else None, block_size)
+        predicted_lower = None
+        if outcome.HasField("lower_blocks"):
+            predicted_lower = tier_tokens(outcome.lower_blocks, block_size)
         if booking.audited and (predicted_lower is not None or lower_tokens is not None):
             self._metrics.audit_tiers(booking.pool.model, predicted_lower, lower_tokens)
         found = min(cached_tokens, prompt_tokens)
         booking.pool.cache_hits.add(
-            booking.rank,
+            booking.placement.rank,
             prompt_tokens=prompt_tokens,
             cached_tokens=found,
             predicted_tokens=predicted * block_size if booking.audited else None,

@@ -21,10 +21,8 @@ from kvrouter.v1.scheduler_pb2 import HitCounts, TierTokens
 from kvrouter.v1.texts import LOWER_TIER_NAMES, by_tier
 
 
-def tier_tokens(counts: LowerTiers | None, block_size: int = 1) -> TierTokens | None:
-    """Returns numbers of blocks by tier in tokens; None for None."""
-    if counts is None:
-        return None
+def tier_tokens(counts: LowerTiers, block_size: int = 1) -> TierTokens:
+    """Returns numbers of blocks by tier in tokens."""
     return TierTokens(**{tier: count * block_size for tier, count in by_tier(counts).items()})
 
 

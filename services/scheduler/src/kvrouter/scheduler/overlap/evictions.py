@@ -61,7 +61,9 @@ class EvictionCheck:
             last_use: Time of the last request with its predicted prefix; None if none is predicted.
             tokens: Length of that prefix.
         """
-        running = self._ranks.setdefault(rank, _Running())
+        running = self._ranks.get(rank)
+        if running is None:
+            running = self._ranks[rank] = _Running()
         oldest = next(iter(running.requests.values()), None)
         is_settled = last_use is not None and (oldest is None or last_use < oldest.began)
         running.requests[key] = _Expected(now, last_use if is_settled else None, tokens)

@@ -165,8 +165,6 @@ class Overlaps(NamedTuple):
 
         These are host memory, disk and shared storage. None if no candidate can load a block.
         """
-        if self.lower is None and not self.pooled_blocks:
-            return None
         ends = np.tile(device, (4, 1))
         if self.lower is not None:
             sources = worker_set.sources(self.listed)
@@ -184,7 +182,7 @@ class Overlaps(NamedTuple):
 
     def write_cursor(self, rank: Rank, response: SelectWorkerResponse) -> None:
         """Sets how far a rank's events were applied; leaves it unset if the rank is not in the answer."""
-        if self.is_indexed(rank):
+        if self.next_event_ids and self.is_indexed(rank):
             source, cursor = self.listed.place_of[rank], response.cursor
             cursor.incarnation = int(self.listed.incarnations[source])
             cursor.next_event_id = self.next_event_ids[source]

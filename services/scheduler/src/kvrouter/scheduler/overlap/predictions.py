@@ -18,7 +18,7 @@ from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.evictions import EvictionCheck
 from kvrouter.scheduler.overlap.indexer_query import NO_RANKS, Overlaps
 from kvrouter.scheduler.request.prompt import HASH_BYTES, Prompt
-from kvrouter.scheduler.workers.candidates import ListedRanks
+from kvrouter.scheduler.workers.candidates import Candidate, ListedRanks
 from kvrouter.v1.names import ComponentName
 
 
@@ -115,59 +115,56 @@ class Predictions:
         self._place(booking, is_new=False)
 
     def _place(self, booking: Booking, *, is_new: bool) -> None:
-        candidate = booking.pool.worker_set.candidate(booking.rank)
-        if candidate is None or not booking.prompt.local_hashes:
+        pool, prompt, rank = booking.pool, booking.prompt, booking.placement.rank
+        candidate = pool.worker_set.candidate(rank)
+        if candidate is None or not prompt.local_hashes:
             return
-        if self.everywhere or not candidate.publishes_events or booking.prompt.indexed_blocks is not None:
+        if self.everywhere or not candidate.publishes_events or prompt.indexed_blocks is not None:
             self._record_waiting()
-            self._begin_incarnation(booking.pool, booking.rank, candidate.incarnation)
-            if is_new and booking.prompt.indexed_blocks is None:
-                self._expect(booking)
-            self._waiting = partial(self._record, booking.pool, booking.rank, booking.prompt)
-            if len(booking.prompt.local_hashes) < _LONG_HASHES:
-                self._record_waiting()
+            predicted, now = self._of(pool), self.clock()
+            if predicted.incarnations.get(rank) != candidate.incarnation:
+                self._begin_incarnation(pool, predicted, candidate)
+            if is_new and prompt.indexed_blocks is None:
+                # The prefix that the rank is predicted to hold.
+                blocks, last_use = booking.outcome.overlap_blocks, None
+                if blocks:
+                    last_use = predicted.index.last_use(rank, prompt.local_hashes[: blocks * HASH_BYTES], now)
+                predicted.evictions.begin(booking.key, rank, now, last_use, blocks * predicted.block_size)
+            if len(prompt.local_hashes) < _LONG_HASHES:
+                self._record(predicted, rank, prompt)
             else:
+                self._waiting = partial(self._record, predicted, rank, prompt)
                 self.later(self._record_waiting)
-
-    def _expect(self, booking: Booking) -> None:
-        """Notes the prefix that the rank is predicted to hold."""
-        predicted, now = self._of(booking.pool), self.clock()
-        blocks, last_use = booking.outcome.overlap_blocks, None
-        if blocks:
-            prefix = booking.prompt.local_hashes[: blocks * HASH_BYTES]
-            last_use = predicted.index.last_use(booking.rank, prefix, now)
-        predicted.evictions.begin(booking.key, booking.rank, now, last_use, blocks * predicted.block_size)
 
     def _freed(self, change: Freed) -> None:
         booking = change.booking
         predicted = None if booking is None else self._predicted.get(booking.pool.name)
         if booking is None or predicted is None:
             return
-        evicted_until = predicted.evictions.end(booking.key, booking.rank, change.cached_tokens)
+        rank = booking.placement.rank
+        evicted_until = predicted.evictions.end(booking.key, rank, change.cached_tokens)
         if evicted_until is not None:
             self._record_waiting()  # Its blocks count among those used since the eviction.
-            predicted.index.forget_until(booking.rank, evicted_until)
-            left = predicted.index.blocks_of(booking.rank) * predicted.block_size
-            predicted.evictions.limit(booking.rank, left, self.clock() + self.limits.ttl_seconds)
+            predicted.index.forget_until(rank, evicted_until)
+            left = predicted.index.blocks_of(rank) * predicted.block_size
+            predicted.evictions.limit(rank, left, self.clock() + self.limits.ttl_seconds)
 
     def _record_waiting(self) -> None:
         record, self._waiting = self._waiting, None
         if record is not None:
             record()
 
-    def _begin_incarnation(self, pool: Pool, rank: Rank, incarnation: int) -> None:
-        """Drops the earlier blocks of a rank if its incarnation is new."""
-        predicted = self._of(pool)
-        if predicted.incarnations.get(rank) != incarnation:
-            self._forget_gone(pool, predicted)
-            predicted.index.remove_rank(rank)
-            predicted.evictions.forget(rank)
-            predicted.incarnations[rank] = incarnation
-            _list(predicted)
+    def _begin_incarnation(self, pool: Pool, predicted: _Prediction, candidate: Candidate) -> None:
+        """Drops the earlier blocks of a rank, whose incarnation is new."""
+        self._forget_gone(pool, predicted)
+        predicted.index.remove_rank(candidate.rank)
+        predicted.evictions.forget(candidate.rank)
+        predicted.incarnations[candidate.rank] = candidate.incarnation
+        _list(predicted)
 
-    def _record(self, pool: Pool, rank: Rank, prompt: Prompt) -> None:
+    def _record(self, predicted: _Prediction, rank: Rank, prompt: Prompt) -> None:
         """Records the blocks of a request booked on a rank."""
-        predicted, now = self._of(pool), self.clock()
+        now = self.clock()
         predicted.index.record(rank, prompt.local_hashes, now)
         most = predicted.evictions.most_tokens(rank, now)
         if most is not None:

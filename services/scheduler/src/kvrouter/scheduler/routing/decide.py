@@ -63,6 +63,8 @@ class Decision(NamedTuple):
     """Index among all candidates of the rank of the dispatch, or of the wait; -1 if no candidate was left."""
     prefill_tokens: int = 0
     """Prompt tokens to compute on the rank."""
+    is_prefilled_remotely: bool = False
+    """Whether a prefill worker computes the prompt."""
     queued_seconds: float = 0.0
     """Time of the request in the queue."""
     model_choice: str = ""
@@ -72,12 +74,6 @@ class Decision(NamedTuple):
     def request_id(self) -> str:
         """The id of the booking's request; empty if nothing is booked."""
         return "" if self.key is None else self.key[0]
-
-    @property
-    def is_prefilled_remotely(self) -> bool:
-        """Whether a prefill worker computes the prompt."""
-        prefill = self.snapshot.prefill
-        return self.context is not None and prefill is not None and bool(prefill.is_remote[self.place])
 
     @property
     def rank(self) -> Rank:
@@ -100,11 +96,11 @@ class Decision(NamedTuple):
         If the policy chose to wait and the request is sent anyway, more work is ahead of it than the forecast assumes.
         After a remote prefill, the first token does not show the speed of the rank.
         """
-        if self.snapshot.loads_blocks(self.place):
+        if self.snapshot.lower_blocks is not None and self.snapshot.loads_blocks(self.place):
             return Expected(load=self._expected_load(request))
         if self.is_prefilled_remotely or not isinstance(self.verdict, Choice):
-            return Expected(computes=True)
-        return Expected(self.verdict.forecast_ms, computes=True)
+            return Expected(None, True)
+        return Expected(self.verdict.forecast_ms, True)
 
     def _expected_load(self, request: RequestContext) -> ExpectedLoad | None:
         """Returns the load to measure by the first token.
@@ -275,7 +271,7 @@ def decide(
     places = candidates.free
     context: SchedulingContext | None = None
     verdict: Choice | Wait | None = None
-    place, prefill_tokens = -1, 0
+    place, prefill_tokens, is_remote = -1, 0, False
     if len(places):
         context = context_of(
             candidates,
@@ -288,7 +284,8 @@ def decide(
         )
         verdict = POLICIES[request.options.mode].decide(context, rng)
         place = int(places[verdict.index])
-        if candidates.prefill is None or not candidates.prefill.is_remote[place]:
+        is_remote = candidates.prefill is not None and bool(candidates.prefill.is_remote[place])
+        if not is_remote:
             tokens = verdict.prefill_tokens
             prefill_tokens = int(context.new_prefill_tokens[verdict.index]) if tokens is None else tokens
     return Decision(
@@ -306,6 +303,7 @@ def decide(
         chosen=None if context is None or verdict is None else context.ranks[verdict.index],
         place=place,
         prefill_tokens=prefill_tokens,
+        is_prefilled_remotely=is_remote,
         model_choice=request.model_choice,
     )
 

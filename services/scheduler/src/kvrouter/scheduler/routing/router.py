@@ -124,7 +124,8 @@ class Router:
             self.booking_ownership.check_bookable(booking.key, booking.session_id, booking.opening_number)
         if not pool.candidates:
             raise NoWorkers(f"{pool.name} has no live worker", resource_name=pool.name)
-        check_pinned(pool.candidates, context.constraints, pool.name)
+        if not context.constraints.anywhere:
+            check_pinned(pool.candidates, context.constraints, pool.name)
         expected = context.expected_output_tokens
         decision = decide(
             context,
@@ -133,7 +134,7 @@ class Router:
             now=self.clock(),
             decision_id=self.decisions.next_id(),
             queued_tokens=queued_tokens,
-            conversation=self.conversation(context),
+            conversation=self.conversation(context) if context.conversation else None,
             expected_output_tokens=expected
             or self.conversations.expected_output_tokens(pool, context.conversation, context.tenant.name),
         )
@@ -183,7 +184,7 @@ class Router:
             Placement(decision.rank, decision.prefill_tokens),
             response,
             audited=queried_indexer and prompt.indexed_blocks is None and not decision.is_prefilled_remotely,
-            most_overlap_blocks=decision.snapshot.most_overlap(is_retry=key[1] > 0),
+            most_overlap_blocks=decision.snapshot.live_overlap(is_retry=key[1] > 0),
             expected=decision.expected(context),
             session_id=options.session_id,
             lease_seconds=options.lease_seconds,
@@ -241,11 +242,12 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
     response.decision_id = decision.decision_id
     response.load_only = decision.load_only
     response.queued_us = int(decision.queued_seconds * 1e6)
-    if (prefill := decision.prefill) is not None:
+    snapshot, place = decision.snapshot, decision.place
+    if snapshot.prefill is not None and (prefill := decision.prefill) is not None:
         response.prefill.CopyFrom(prefill)
-    if (lower := decision.snapshot.lower_of(decision.place)) is not None:
+    if (lower := snapshot.lower_of(place)) is not None:
         response.lower_blocks.CopyFrom(lower)
-    if (source := decision.snapshot.kv_source(decision.place)) is not None:
+    if (source := snapshot.kv_source(place)) is not None:
         response.kv_source.CopyFrom(source)
     overlaps.write_cursor(candidate.rank, response)
     return response

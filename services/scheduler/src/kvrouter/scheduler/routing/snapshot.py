@@ -51,6 +51,8 @@ class CandidateSnapshot(NamedTuple):
     """Loads, the request's own blocks included."""
     overlap_blocks: Column
     """Leading blocks of the prompt, in any tier."""
+    most_overlap_blocks: int
+    """The most of them on one candidate."""
     lower_blocks: Column | None
     """Those of them that each candidate would load, as rows by lower tier; None if there are none."""
     saved_blocks: Column
@@ -82,19 +84,21 @@ class CandidateSnapshot(NamedTuple):
         host, disk, shared = self.lower_blocks[:, place].tolist()
         return LowerTiers(host=host, disk=disk, shared=shared)
 
-    def most_overlap(self, *, is_retry: bool) -> int:
+    def live_overlap(self, *, is_retry: bool) -> int:
         """Returns the leading blocks of the prompt at the rank with most of them, workers that may be dead left out.
 
         These are the avoided ones, and in a retry the excluded ones, which failed.
         """
         failed = self.constraints.avoided.keys() | (self.constraints.excluded if is_retry else frozenset())
-        return largest(self._overlap_outside(failed))
+        return largest(self._overlap_outside(failed)) if failed else self.most_overlap_blocks
 
     def kv_source(self, chosen: int) -> KvSource | None:
         """Returns the rank with the longest part of the prompt; None if none has more than the candidate at an index.
 
         Avoided and excluded workers, which may be dead, are left out.
         """
+        if self.overlap_blocks[chosen] >= self.most_overlap_blocks:
+            return None
         held = self._overlap_outside(self.constraints.avoided.keys() | self.constraints.excluded)
         place = int(held.argmax())
         if held[place] <= self.overlap_blocks[chosen]:
@@ -105,8 +109,7 @@ class CandidateSnapshot(NamedTuple):
 
     def reachable_tokens(self, place: int, block_size: int) -> ReachableTokens:
         """Returns the cached tokens of the prompt on a candidate, on the best eligible one, and on the best of all."""
-        blocks = self.overlap_blocks
-        most = largest(blocks)
+        blocks, most = self.overlap_blocks, self.most_overlap_blocks
         eligible = most if len(self.free) == len(blocks) else largest(blocks[self.free])
         return ReachableTokens(int(blocks[place]) * block_size, eligible * block_size, most * block_size)
 
@@ -170,7 +173,9 @@ def snapshot(
     saved_blocks = overlaps.on(worker_set)
     if conversation is not None:
         saved_blocks, conversation = _with_conversation(request, overlaps, saved_blocks, conversation)
-    overlap_blocks, lower_blocks = saved_blocks, overlaps.lower_on(worker_set, saved_blocks)
+    overlap_blocks, lower_blocks = saved_blocks, None
+    if overlaps.lower is not None or overlaps.pooled_blocks:
+        lower_blocks = overlaps.lower_on(worker_set, saved_blocks)
     if lower_blocks is not None:
         overlap_blocks = saved_blocks + lower_blocks.sum(axis=0)
         saved_blocks = saved_blocks + (lower_blocks * saved_by_loading(request)).sum(axis=0).astype(np.int64)
@@ -188,7 +193,7 @@ def snapshot(
         # Without the request itself: its own blocks could make every rank busy.
         judged = pool.judged_load(now)
         free = fit[~judged.above(thresholds)[fit]]
-    free_slots = pool.free_slots(loads.requests, now)
+    free_slots = pool.free_slots(loads.requests, now) if worker_set.knows_slots else worker_set.slots
     new_tokens, prefill = uncached, None
     if constraints.stage == _DECODE:  # which receives its blocks
         new_tokens, prefill = worker_set.zeros, PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
@@ -201,6 +206,7 @@ def snapshot(
         thresholds,
         loads,
         overlap_blocks,
+        largest(overlap_blocks),
         lower_blocks,
         saved_blocks,
         new_tokens,

@@ -278,7 +278,7 @@ class WorkerSet:
 
     def candidate(self, rank: Rank) -> Candidate | None:
         """Returns the candidate of a rank; None if it is not registered."""
-        place = self.place(rank)
+        place = self._place_of.get(rank)
         return None if place is None else self.candidates[place]
 
     def of_workers(self, worker_ids: Collection[int]) -> Mask:
