@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Protocol
 
 from kvrouter.core import Rank
 from kvrouter.runtime.requests import check_request_id
@@ -13,7 +13,7 @@ from kvrouter.v1.names import ComponentName
 
 _WHOLE = Stage.STAGE_WHOLE  # read once: looking up an enum value by name takes a third of a microsecond
 
-Key = tuple[str, int, int]
+Key = tuple[str, int, Stage]
 """(request_id, attempt, stage), the stage never unspecified."""
 
 
@@ -70,4 +70,4 @@ def component_message(name: ComponentName) -> Component:
 def key_message(key: Key) -> BookingKey:
     """Returns a key as a message."""
     request_id, attempt, stage = key
-    return BookingKey(request_id=request_id, attempt=attempt, stage=cast(Stage, stage))
+    return BookingKey(request_id=request_id, attempt=attempt, stage=stage)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import blake2b
-from typing import cast
 
 import structlog
 from kvrouter.scheduler.identifiers import checked_key
@@ -54,11 +53,12 @@ class RequestReader:
         Raises:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent.
         """
-        weight, lease_seconds = request.tenant_weight, _lease_seconds(request)
+        weight = request.tenant_weight
+        lease_seconds = _lease_seconds(request) if request.HasField("lease_ms") else DEFAULT_LEASE_SECONDS
         tenant = Tenant(request.tenant, weight if 0 < weight < math.inf else 1.0)
         key = checked_key(request.booking) if request.HasField("booking") else None
         booking = BookingOptions(key, request.session_id, request.opening_number, lease_seconds, request.restores)
-        stage = None if key is None else cast(Stage, key[2])
+        stage = None if key is None else key[2]
         context = self.read_request(request.request, stage, booking, tenant)
         if context.ignored_overrides:
             self._warn_of_ignored(context)
@@ -120,14 +120,14 @@ class RequestReader:
             constraints,
             options,
             booking,
-            conversation_of(request),
+            conversation_of(request) if request.conversation_id else b"",
             request.priority,
             ignored_overrides(request.overrides, options.mode) if request.HasField("overrides") else (),
             may_prefill_locally,
             self.pools.prefill_pools_of(pool) if may_prefill_locally else (),
             tenant,
-            expected_output_tokens=_stated_output_tokens(request),
-            model_choice=request.model_choice[:_MAX_CHOICE_CHARACTERS],
+            _stated_output_tokens(request) if request.HasField("expected_output_tokens") else 0,
+            request.model_choice[:_MAX_CHOICE_CHARACTERS],
         )
 
     def _warn_of_ignored(self, context: RequestContext) -> None:
@@ -140,9 +140,9 @@ class RequestReader:
 
 
 def _stated_output_tokens(request: RoutingRequest) -> int:
-    """Returns the expected length of the output that a request states; 0 if it states none."""
+    """Returns the expected length of the output that a request states."""
     tokens = request.expected_output_tokens
-    if not tokens and request.HasField("expected_output_tokens"):
+    if not tokens:
         raise BadRequest(
             "expected_output_tokens is 0",
             field="expected_output_tokens",
@@ -152,9 +152,7 @@ def _stated_output_tokens(request: RoutingRequest) -> int:
 
 
 def conversation_of(request: RoutingRequest) -> bytes:
-    """Returns the 16-byte digest of a request's conversation; empty if it has none."""
-    if not request.conversation_id:
-        return b""
+    """Returns the 16-byte digest of a request's conversation, which has an id."""
     # A digest bounds the memory for ids of any length. It includes tenant and salt, a keyed one of which stands for a
     # tenant: tenants choose ids independently.
     parts = (request.scope.tenant.encode(), request.scope.cache_salt.encode())
@@ -181,8 +179,6 @@ def _stage_at(role: Role, *, may_prefill_locally: bool) -> Stage:
 
 
 def _lease_seconds(request: SelectWorkerRequest) -> float:
-    if not request.HasField("lease_ms"):
-        return DEFAULT_LEASE_SECONDS
     seconds = request.lease_ms / 1000
     if not 0 < seconds <= MAX_LEASE_SECONDS:
         raise BadRequest(

@@ -170,6 +170,8 @@ class RequestQueue(Generic[T]):
 
     def queued_tokens(self) -> dict[Rank, int]:
         """Returns the KV cache in tokens that the largest request waiting for KV blocks will add, by cheapest rank."""
+        if not self._room_tokens:
+            return {}
         return {rank: max(tokens.values()) for rank, tokens in self._room_tokens.items()}
 
     def add(
@@ -230,7 +232,8 @@ class RequestQueue(Generic[T]):
 
     def ended(self, request: T) -> None:
         """Records the end of a dispatched request."""
-        self.started(request)
+        if self._forced is not None:
+            self.started(request)
         if (running := self._running.pop(request, None)) is not None:
             key, tokens = running
             self._order.use(key[0], -tokens)

@@ -82,7 +82,7 @@ def read_prompt(
     if request.length_is_estimated:
         tokens = min(tokens, longest_prompt(max_model_len, max_prompt_tokens), largest_cache * block_size or tokens)
         tokens = max(1, tokens)
-    else:
+    elif tokens > longest_prompt(max_model_len, max_prompt_tokens):
         check_prompt_length(tokens, max_model_len, max_prompt_tokens)
     if request.WhichOneof("prompt") == "token_ids":
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
@@ -95,13 +95,12 @@ def read_prompt(
         local = pack_local_hashes(request.local_hashes)
     local = local[: tokens // block_size * HASH_BYTES]
     indexed_blocks = request.indexed_blocks if request.HasField("indexed_blocks") else None
-    return Prompt(
-        tokens, local, sequence_hashes(local), request.length_is_estimated, _sequences(request), indexed_blocks
-    )
+    sequences = _sequences(request) if request.HasField("sequences") else 1
+    return Prompt(tokens, local, sequence_hashes(local), request.length_is_estimated, sequences, indexed_blocks)
 
 
 def _sequences(request: RoutingRequest) -> int:
-    sequences = request.sequences if request.HasField("sequences") else 1
+    sequences = request.sequences
     if not 1 <= sequences <= MAX_SEQUENCES:
         raise BadRequest(
             f"expected 1 to {MAX_SEQUENCES} sequences, received {sequences}",

@@ -158,9 +158,12 @@ def prefill_places(
     return PrefillPlaces(is_remote, np.where(is_remote, equivalent, uncached_tokens), comparison)
 
 
+_BUDGET, _NO_DECODING = np.array(DEFAULT_BUDGET), np.array(0.0)
+
+
 def modelled_ms(tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
     """Returns the time to compute prompt tokens on the engine model of mode forecast, ms."""
-    return prefill_ms(tokens, DEFAULT_BUDGET, 0.0)
+    return prefill_ms(np.asarray(tokens), _BUDGET, _NO_DECODING)
 
 
 def compute_ms(

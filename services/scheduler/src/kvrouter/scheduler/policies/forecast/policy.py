@@ -314,14 +314,14 @@ def _over(blocks: Column, total_blocks: Column) -> Amounts:
     return shares
 
 
-def prefill_ms(tokens: Column | int, budget: Column | int, decode: Amounts | float) -> Amounts:
+def prefill_ms(tokens: Column, budget: Column, decode: Amounts) -> Amounts:
     """Returns the time in ms of the steps for ``tokens`` prompt tokens, each with ``decode`` ms of decoding."""
     full = np.floor(tokens / budget)
     rest = tokens - full * budget
     return full * (decode + step_ms(budget)) + (rest > 0) * (decode + step_ms(rest))
 
 
-def step_ms(tokens: NDArray[Any] | float) -> Amounts:
+def step_ms(tokens: NDArray[Any]) -> Amounts:
     """Returns the time in ms of a step for so many prompt tokens, without decoding."""
     step: Amounts = (PREFILL_N2_MS * tokens + PREFILL_N1_MS) * tokens + PREFILL_N0_MS
     return step
