@@ -32,6 +32,7 @@ from kvrouter.scheduler.policies.interface import Amounts, SchedulingContext
 from kvrouter.scheduler.queue import request_queue
 from kvrouter.simulator.routing import router
 from matrix import CONDITIONS, ROOT, SHARED_TRACE, Cell, measure
+from msgspec.structs import replace
 from tables import results_by_key
 
 Changed = Callable[[SchedulingContext], SchedulingContext]
@@ -93,7 +94,7 @@ def unchanged(given: SchedulingContext) -> SchedulingContext:
 def no_progress(given: SchedulingContext) -> SchedulingContext:
     """Nothing is known of the prompt that is being computed."""
     none = np.full_like(given.head_prefill_since, np.inf)
-    return given._replace(head_prefill_tokens=np.zeros_like(given.head_prefill_tokens), head_prefill_since=none)
+    return replace(given, head_prefill_tokens=np.zeros_like(given.head_prefill_tokens), head_prefill_since=none)
 
 
 def idle_fits(weighed: forecast.Weighed, context: SchedulingContext) -> forecast.Weighed:

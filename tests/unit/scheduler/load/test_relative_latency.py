@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from kvrouter.core import Rank
 from kvrouter.scheduler.load.booked_load import Accounting
-from kvrouter.scheduler.load.latency import HALF_LIFE_S, WIDEST, WINDOW, LatencyCalibration, RelativeLatency
+from kvrouter.scheduler.load.latency import HALF_LIFE_S, WIDEST, WINDOW, LatencyCalibration, RankSpeed, RelativeLatency
 from kvrouter.scheduler.load.pools import Pool
 
 from ..harness import view, worker
@@ -108,7 +108,7 @@ def test_a_restarted_rank_starts_anew_and_a_gone_one_is_forgotten() -> None:
     relative.set_ranks([(RANKS[0], 1), (RANKS[1], 1), (RANKS[2], 1)])
     assert column(relative)[0] == pytest.approx(slow, rel=0.1)
     assert len(column(relative)) == 3
-    assert relative.of(RANKS[3], 1.0) == (1.0, None)
+    assert relative.of(RANKS[3], 1.0) == RankSpeed(1.0, None)
     relative.set_ranks([(RANKS[0], 2), (RANKS[1], 1), (RANKS[2], 1)])
     assert column(relative) == [1.0] * 3
 

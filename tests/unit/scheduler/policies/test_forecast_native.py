@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from kvrouter.scheduler.policies.forecast import policy
 from kvrouter.scheduler.policies.interface import SchedulingContext
+from msgspec.structs import replace
 
 from ..context_maker import context
 
@@ -69,7 +70,7 @@ def test_all_candidates_of_the_lowest_cost_with_a_free_slot_are_the_cheapest() -
     alike = context(4)
     assert policy.weigh_candidates(alike, slots)[1:] == (3, [1, 2, 3])
     assert policy.weigh_candidates(alike, slots[:1].repeat(4))[1:] == (0, [0, 1, 2, 3])
-    dearer = alike._replace(overlap_blocks=np.array([9, 0, 2, 2]))
+    dearer = replace(alike, overlap_blocks=np.array([9, 0, 2, 2]))
     assert policy.weigh_candidates(dearer, slots)[1:] == (3, [2, 3])
 
 
@@ -96,10 +97,10 @@ def test_the_choice_is_the_same(given_context: SchedulingContext, seed: int) -> 
 def test_columns_of_other_lengths_or_types_are_refused() -> None:
     given_context, slots = context(2), np.ones(2)
     with pytest.raises(ValueError, match="columns of 2 entries"):
-        policy.weigh_candidates(given_context._replace(active_blocks=np.zeros(3, np.int64)), slots)
+        policy.weigh_candidates(replace(given_context, active_blocks=np.zeros(3, np.int64)), slots)
     with pytest.raises(ValueError, match="columns of 2 entries"):
         policy.weigh_candidates(given_context, np.ones(3))
     with pytest.raises((BufferError, TypeError)):
-        policy.weigh_candidates(given_context._replace(active_blocks=np.zeros(2, np.float64)), slots)
+        policy.weigh_candidates(replace(given_context, active_blocks=np.zeros(2, np.float64)), slots)
     with pytest.raises(ValueError, match="1 token or more"):
-        policy.weigh_candidates(given_context._replace(prompt_tokens=0), slots)
+        policy.weigh_candidates(replace(given_context, prompt_tokens=0), slots)

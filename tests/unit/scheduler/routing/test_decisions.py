@@ -13,6 +13,7 @@ from kvrouter.scheduler.routing.decide import Decision, Decisions
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.names import ComponentName
+from msgspec.structs import replace
 
 from ..context_maker import context
 from ..harness import POOL
@@ -148,8 +149,8 @@ def test_the_newest_decisions_name_the_chosen_rank_and_the_next_cheapest() -> No
 def test_the_decision_on_a_prefill_worker_is_shown_only_if_there_is_no_other() -> None:
     decisions = Decisions(3)
     first = decided(decisions, "a")
-    prefill = decided(decisions)._replace(key=("a", 0, Stage.STAGE_PREFILL))
-    alone = decided(decisions)._replace(key=("b", 0, Stage.STAGE_PREFILL))
+    prefill = replace(decided(decisions), key=("a", 0, Stage.STAGE_PREFILL))
+    alone = replace(decided(decisions), key=("b", 0, Stage.STAGE_PREFILL))
     for each in (first, prefill, alone):
         decisions.add(each)
     assert decisions.by_request("a") is first

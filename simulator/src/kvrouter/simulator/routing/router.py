@@ -27,6 +27,7 @@ from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.errors import AllBusy
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
+from msgspec.structs import replace
 
 _WHOLE, _DECODE = Stage.STAGE_WHOLE, Stage.STAGE_DECODE  # read once: an enum lookup goes by name
 
@@ -236,7 +237,7 @@ class Router:
             return NOT_QUERIED
         overlaps = self._events.overlaps(prompt)
         if self._prefill is not None and prompt.tokens >= self._options.remote_prefill.min_tokens:
-            overlaps = overlaps._replace(prefill={self._prefill.pool.name: self._prefill._overlaps(prompt)})  # noqa: SLF001 - an object of this class
+            overlaps = replace(overlaps, prefill={self._prefill.pool.name: self._prefill._overlaps(prompt)})  # noqa: SLF001 - an object of this class
         return overlaps
 
     def _key(self, number: int) -> Key:

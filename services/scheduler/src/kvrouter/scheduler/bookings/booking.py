@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+import msgspec
 from kvrouter.core import Rank
 from kvrouter.runtime.requests import pack_sequence_hashes
 from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
@@ -28,7 +28,7 @@ SchedulerIncarnation = tuple[int, str]
 """A Scheduler process: (incarnation, id)."""
 
 
-class Placement(NamedTuple):
+class Placement(msgspec.Struct, frozen=True):
     """The rank on which a Scheduler booked a request, with the prefill tokens there."""
 
     rank: Rank
@@ -82,33 +82,33 @@ class Booking:
         return self.placement.rank
 
 
-class Booked(NamedTuple):
+class Booked(msgspec.Struct, frozen=True):
     """A booking is new in the table. Its first owner follows as ``OwnerAdded``."""
 
     booking: Booking
 
 
-class Moved(NamedTuple):
+class Moved(msgspec.Struct, frozen=True):
     """The load of a booking counts on another rank, or with other prefill tokens."""
 
     booking: Booking
 
 
-class OwnerAdded(NamedTuple):
+class OwnerAdded(msgspec.Struct, frozen=True):
     """A Scheduler now owns a booking, or owns it through another session or lease."""
 
     booking: Booking
     owner: SchedulerIncarnation
 
 
-class OwnerRemoved(NamedTuple):
+class OwnerRemoved(msgspec.Struct, frozen=True):
     """A Scheduler no longer owns a booking. A booking without owners has left the table."""
 
     booking: Booking
     owner: SchedulerIncarnation
 
 
-class PrefillCompleted(NamedTuple):
+class PrefillCompleted(msgspec.Struct, frozen=True):
     """The prompt of a booking is computed. Reports at this Scheduler may repeat it."""
 
     booking: Booking
@@ -116,7 +116,7 @@ class PrefillCompleted(NamedTuple):
     """Whether another Scheduler announced it."""
 
 
-class OutputGenerated(NamedTuple):
+class OutputGenerated(msgspec.Struct, frozen=True):
     """A booking has generated tokens. Reports at this Scheduler may repeat it."""
 
     booking: Booking
@@ -124,7 +124,7 @@ class OutputGenerated(NamedTuple):
     """Whether another Scheduler announced it."""
 
 
-class Freed(NamedTuple):
+class Freed(msgspec.Struct, frozen=True):
     """A booking has ended."""
 
     key: Key
@@ -142,7 +142,7 @@ class Freed(NamedTuple):
     """Length of its output; None if that broke off, or if unknown."""
 
 
-class SessionEnded(NamedTuple):
+class SessionEnded(msgspec.Struct, frozen=True):
     """A session of this Scheduler did not return within its grace period. ``OwnerRemoved`` of each booking precedes."""
 
     session_id: str

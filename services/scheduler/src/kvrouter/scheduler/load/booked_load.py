@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from kvrouter.core import ActiveSequences, CachedRank, CacheRecency, Rank
 from kvrouter.scheduler.identifiers import Key
@@ -42,7 +43,7 @@ class Accounting:
     """Whether blocks filled by output count."""
 
 
-class Expected(NamedTuple):
+class Expected(msgspec.Struct, frozen=True):
     """Properties of a dispatch that its first token will show."""
 
     forecast_ms: float | None = None
@@ -56,7 +57,7 @@ class Expected(NamedTuple):
 NOTHING = Expected()
 
 
-class _Dispatched(NamedTuple):
+class _Dispatched(msgspec.Struct, frozen=True):
     """A dispatch whose first token is still to come."""
 
     at: float
@@ -79,7 +80,7 @@ class RankLoad(NamedTuple):
     """Booked sequences."""
 
 
-class Loads(NamedTuple):
+class Loads(msgspec.Struct, frozen=True):
     """Load as columns of shape (ranks,), in the order of the registered ranks."""
 
     active_blocks: Column

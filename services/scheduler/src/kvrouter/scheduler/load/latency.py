@@ -26,8 +26,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from kvrouter.core import Rank
 from numpy.typing import NDArray
@@ -76,7 +76,7 @@ class RankMean:
         return self.weight * math.pow(2.0, (self.updated - now) / HALF_LIFE_S)
 
 
-class RankSpeed(NamedTuple):
+class RankSpeed(msgspec.Struct, frozen=True):
     """The speed of a rank at one time."""
 
     latency: float

@@ -91,8 +91,8 @@ class Pool:
 
     def judged_load(self, now: float) -> Load:
         """Returns the load of each rank to compare with thresholds. ``now``: seconds, by the clock of load reports."""
-        active_blocks, prefill_tokens = self.booked_load.loads()[:2]
-        return Load.of(active_blocks, prefill_tokens, self.worker_set.block_limits, self.reports.columns(now))
+        loads, limits = self.booked_load.loads(), self.worker_set.block_limits
+        return Load.of(loads.active_blocks, loads.prefill_tokens, limits, self.reports.columns(now))
 
     def ahead(self) -> Amounts:
         """Returns how many requests may wait in the engine of each rank for the next slot, in order of rank."""

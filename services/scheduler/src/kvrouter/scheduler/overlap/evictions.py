@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+import msgspec
 from kvrouter.core import Rank
 from kvrouter.scheduler.identifiers import Key
 
@@ -24,7 +24,7 @@ _MISSES = 2
 """Consecutive requests of a rank that must miss their prefixes."""
 
 
-class _Expected(NamedTuple):
+class _Expected(msgspec.Struct, frozen=True):
     began: float
     """Time at which the request was booked, seconds."""
     last_use: float | None

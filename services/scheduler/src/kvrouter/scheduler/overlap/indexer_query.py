@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import msgspec
 import numpy as np
 import structlog
 from google.protobuf.message import DecodeError
@@ -24,6 +25,7 @@ from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.packed_pb2 import PackedFindMatchesResponse
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 _MORE = 0x80
@@ -102,7 +104,7 @@ IndexerSource = Callable[[ComponentName], OverlapIndex | None]
 NO_RANKS = ListedRanks((), np.zeros(0, np.uint64))
 
 
-class Overlaps(NamedTuple):
+class Overlaps(msgspec.Struct, frozen=True):
     """Overlaps by rank, or the reason why there are none. Entry i of each column belongs to the i-th listed rank."""
 
     listed: ListedRanks = NO_RANKS
@@ -132,7 +134,7 @@ class Overlaps(NamedTuple):
         listed = ListedRanks((*known, *added), incarnations)
         held = predicted.blocks[places]
         lower = None if self.lower is None else np.hstack((self.lower, np.tile(held, (len(self.lower), 1))))
-        return self._replace(listed=listed, blocks=np.concatenate((self.blocks, held)), lower=lower)
+        return replace(self, listed=listed, blocks=np.concatenate((self.blocks, held)), lower=lower)
 
     def extended(self, predicted: Overlaps, indexed_blocks: int) -> Overlaps:
         """Returns these overlaps, extended by predicted ones.
@@ -147,7 +149,7 @@ class Overlaps(NamedTuple):
                 continue
             if blocks[own] >= indexed_blocks:
                 blocks[own] = max(blocks[own], predicted.blocks[place])
-        return self._replace(blocks=blocks)
+        return replace(self, blocks=blocks)
 
     def on(self, worker_set: WorkerSet) -> Column:
         """Returns the leading blocks of each candidate, of its registered incarnation where known.

@@ -8,14 +8,15 @@ the meaning of existing ones does not change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from random import Random
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, get_type_hints
+from typing import Any, ClassVar, Protocol, get_type_hints
 
+import msgspec
 import numpy as np
 from kvrouter.core import Rank
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 Column = NDArray[np.int64]
@@ -29,7 +30,7 @@ Mask = NDArray[np.bool_]
 """One boolean for each candidate."""
 
 
-class SchedulingContext(NamedTuple):
+class SchedulingContext(msgspec.Struct, frozen=True):
     """A request and its candidates: at least one, in order of rank, none of them busy."""
 
     prompt_tokens: int
@@ -86,7 +87,7 @@ class SchedulingContext(NamedTuple):
     def at(self, places: NDArray[np.intp]) -> SchedulingContext:
         """Returns the context of some of the candidates."""
         ranks = tuple(map(self.ranks.__getitem__, places.tolist()))
-        return self._replace(ranks=ranks, **{name: getattr(self, name)[places] for name in _COLUMNS})
+        return replace(self, ranks=ranks, **{name: getattr(self, name)[places] for name in _COLUMNS})
 
     @property
     def head_prefill_seconds(self) -> Amounts:
@@ -122,7 +123,7 @@ class OnDemand(Mapping[str, NDArray[Any]]):
         return len(self._columns)
 
 
-class Explanation(NamedTuple):
+class Explanation(msgspec.Struct, frozen=True):
     """How the candidates compared."""
 
     reason: str
@@ -137,8 +138,7 @@ class Explanation(NamedTuple):
     """Whether the unit of the costs is a block, of the component's block size."""
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """Sends the request to ``ranks[index]``."""
 
     index: int
@@ -155,8 +155,7 @@ class Choice:
     prompt."""
 
 
-@dataclass(slots=True)
-class Wait:
+class Wait(msgspec.Struct, frozen=True):
     """Queues the request until ``ranks[index]`` has room, or until any candidate has a free slot."""
 
     index: int

@@ -37,6 +37,7 @@ from kvrouter.scheduler.routing.snapshot import RETRY_AFTER_MS
 from kvrouter.v1.errors import AllBusy, DeadlineExceeded, Internal, KvRouterError
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import QueuedRequest, QueueStatus, SelectWorkerRequest, SelectWorkerResponse
+from msgspec.structs import replace
 
 log = structlog.get_logger(component="scheduler")
 
@@ -139,7 +140,7 @@ class QueuedRequests:
             return await self._enqueue(request, key, overlaps, decision, verdict, selection, deadline)
         except (AllBusy, DeadlineExceeded) as error:
             decision_id = self.router.decisions.next_id()
-            late = decision._replace(decision_id=decision_id, decided_unix_ns=time.time_ns())
+            late = replace(decision, decision_id=decision_id, decided_unix_ns=time.time_ns())
             self.router.decisions.add(late.refused(error))
             raise
 
@@ -350,7 +351,7 @@ class QueuedRequests:
         for key, verdict in component.queue.release(now, decide, lambda: component.pool.open_ranks(now)):
             waiting = self._waiting[key]
             try:
-                queued = decision._replace(queued_seconds=now - waiting.queued_from)
+                queued = replace(decision, queued_seconds=now - waiting.queued_from)
                 response = self.router.settle(waiting.request, waiting.overlaps, queued)
                 self._began(waiting.request, key, verdict)
             except Exception as error:

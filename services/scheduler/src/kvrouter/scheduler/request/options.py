@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.request.remote_prefill import RemotePrefillOptions
@@ -211,7 +211,7 @@ def _checked(name: str, value: float, allows: Callable[[float], bool]) -> float:
     return value
 
 
-class Tenant(NamedTuple):
+class Tenant(msgspec.Struct, frozen=True):
     """Whose request it is."""
 
     name: str = ""

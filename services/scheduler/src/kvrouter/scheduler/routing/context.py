@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+import msgspec
 from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.options import RoutingOptions, Tenant
@@ -14,7 +13,7 @@ from kvrouter.scheduler.workers.candidates import WorkerConstraints
 DEFAULT_LEASE_SECONDS = 3600.0
 
 
-class BookingOptions(NamedTuple):
+class BookingOptions(msgspec.Struct, frozen=True):
     """The requested booking."""
 
     key: Key | None = None
@@ -29,7 +28,7 @@ class BookingOptions(NamedTuple):
     """Whether it was made before, at the rank in the constraints, where the request runs."""
 
 
-class RequestContext(NamedTuple):
+class RequestContext(msgspec.Struct, frozen=True):
     """A checked request, ready for a decision."""
 
     pool: Pool

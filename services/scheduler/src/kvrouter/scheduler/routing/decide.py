@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from random import Random
 from types import MappingProxyType
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import structlog
 from kvrouter.core import Rank
@@ -29,6 +29,7 @@ from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, Decision as DecisionMessage
 from kvrouter.v1.texts import rank_text
+from msgspec.structs import replace
 
 # Read once: looking up an enum value by name takes a microsecond.
 _PREFILL = Stage.STAGE_PREFILL
@@ -38,7 +39,7 @@ MAX_CANDIDATES = 8
 """Candidates with their costs in a span, the cheapest ones. Explain has all of them."""
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True):
     """The decision on a request with its inputs. It contains no hashes, because many decisions are kept."""
 
     decision_id: int
@@ -132,18 +133,18 @@ class Decision(NamedTuple):
 
     def refused(self, error: KvRouterError) -> Decision:
         """Returns the decision as Explain shows a refusal."""
-        return self._replace(explanation=Explanation(error.message), chosen=None)
+        return replace(self, explanation=Explanation(error.message), chosen=None)
 
     def queued(self) -> Decision:
         """Returns the decision as Explain shows it while the request is queued."""
         reason = f"queued for {rank_label(self.rank)}: {self.explanation.reason}"
-        return self._replace(explanation=self.explanation._replace(reason=reason), chosen=None)
+        return replace(self, explanation=replace(self.explanation, reason=reason), chosen=None)
 
     def behind_the_queue(self) -> Decision:
         """Returns the decision with a Wait in place of a Choice, because earlier requests are tried first."""
         verdict = self.verdict
         assert verdict is not None  # noqa: S101 - a candidate was left
-        explanation = verdict.explanation._replace(reason="requests before it are queued")
+        explanation = replace(verdict.explanation, reason="requests before it are queued")
         wait = Wait(
             verdict.index,
             explanation,
@@ -151,7 +152,7 @@ class Decision(NamedTuple):
             use_tokens=verdict.use_tokens,
             prefill_tokens=verdict.prefill_tokens,
         )
-        return self._replace(verdict=wait, explanation=explanation)
+        return replace(self, verdict=wait, explanation=explanation)
 
     def to_message(self) -> DecisionMessage:
         """Returns the decision as a message, with candidates in order of rank."""

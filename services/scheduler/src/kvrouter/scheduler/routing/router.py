@@ -31,6 +31,7 @@ from kvrouter.v1.common_pb2 import Role
 from kvrouter.v1.errors import NoWorkers, RequestIdReused
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+from msgspec.structs import replace
 
 _TEMPLATES = 4096
 """Responses to keep encoded: one for each rank and mode in use."""
@@ -72,7 +73,7 @@ class Router:
         own, *others = await asyncio.gather(
             *(self._overlaps_in(pool, context.prompt, deadline) for pool in (context.pool, *elsewhere))
         )
-        return own._replace(prefill={pool.name: each for pool, each in zip(elsewhere, others, strict=True)})
+        return replace(own, prefill={pool.name: each for pool, each in zip(elsewhere, others, strict=True)})
 
     async def _overlaps_in(self, pool: Pool, prompt: Prompt, deadline: Deadline) -> Overlaps:
         predictions = self.predictions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.conversations import HeldBlocks
@@ -41,7 +41,7 @@ RETRY_AFTER_MS = 1000
 """Retry delay if all candidates are busy: about the duration of a request; HTTP has whole seconds."""
 
 
-class CandidateSnapshot(NamedTuple):
+class CandidateSnapshot(msgspec.Struct, frozen=True):
     """All candidates of a request at one moment. Entry i of each column belongs to candidate i."""
 
     worker_set: WorkerSet
