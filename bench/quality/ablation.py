@@ -29,6 +29,7 @@ from kvrouter.scheduler.load import latency
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.policies.forecast import policy as forecast
 from kvrouter.scheduler.policies.interface import Amounts, SchedulingContext
+from kvrouter.scheduler.policies.loads import Loads
 from kvrouter.scheduler.queue import request_queue
 from kvrouter.simulator.routing import router
 from matrix import CONDITIONS, ROOT, SHARED_TRACE, Cell, measure
@@ -93,8 +94,9 @@ def unchanged(given: SchedulingContext) -> SchedulingContext:
 
 def no_progress(given: SchedulingContext) -> SchedulingContext:
     """Nothing is known of the prompt that is being computed."""
-    none = np.full_like(given.head_prefill_since, np.inf)
-    return replace(given, head_prefill_tokens=np.zeros_like(given.head_prefill_tokens), head_prefill_since=none)
+    none = Loads(bytearray(given.loads.packed), given.now)  # whose columns can be written to
+    none.head_prefill_tokens[:], none.head_prefill_since[:] = 0, np.inf
+    return replace(given, loads=none)
 
 
 def idle_fits(weighed: forecast.Weighed, context: SchedulingContext) -> forecast.Weighed:

@@ -8,6 +8,17 @@ from typing import Any
 
 import numpy as np
 from kvrouter.scheduler.policies.interface import SchedulingContext
+from kvrouter.scheduler.policies.loads import Loads
+
+_COUNTS = (
+    "active_blocks",
+    "prefill_tokens",
+    "active_requests",
+    "leading_active_blocks",
+    "head_prefill_tokens",
+    "prefill_requests",
+)
+"""Columns of integers in ``Loads``, in their order."""
 
 
 def context(count: int, **columns: Any) -> SchedulingContext:
@@ -44,4 +55,7 @@ def context(count: int, **columns: Any) -> SchedulingContext:
     assert columns.keys() <= known.keys()
     known["free_slots"] = np.array(columns.pop("free_slots", known["free_slots"]), np.float64)
     given = {name: np.array(value) if isinstance(value, list) else value for name, value in (known | columns).items()}
-    return SchedulingContext(**(given | {"ranks": tuple((known | columns)["ranks"])}))
+    counts = [np.asarray(given.pop(name), np.int64) for name in _COUNTS]
+    since = np.asarray(given.pop("head_prefill_since"), np.float64)
+    loads = Loads(b"".join(column.tobytes() for column in (*counts, since)), given.pop("now"))
+    return SchedulingContext(**(given | {"ranks": tuple((known | columns)["ranks"]), "loads": loads}))

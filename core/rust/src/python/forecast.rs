@@ -14,7 +14,9 @@ pub struct ForecastModel(Model);
 /// Rows that `weigh` returns.
 const ROWS: usize = 12;
 /// Columns of whole numbers that `weigh` takes, in order.
-type Columns<'py> = [Bound<'py, PyAny>; 10];
+type Columns<'py> = [Bound<'py, PyAny>; 4];
+/// Columns of `LoadColumns`, the last one of them of numbers with a fraction.
+const LOADS: usize = 7;
 
 fn column<T: Element>(py: Python<'_>, column: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<T>> {
     let values = PyBuffer::get(column)?.to_vec(py)?;
@@ -65,8 +67,8 @@ impl ForecastModel {
         &self,
         py: Python<'py>,
         request: (i64, i64, f64, f64),
+        loads: &[u8],
         free_slots: &Bound<'py, PyAny>,
-        head_since: &Bound<'py, PyAny>,
         relative_latency: &Bound<'py, PyAny>,
         reuse_chance: &Bound<'py, PyAny>,
         columns: Columns<'py>,
@@ -76,38 +78,46 @@ impl ForecastModel {
             return Err(PyValueError::new_err("expected 1 token or more, in the prompt and in a block"));
         }
         let request = Request { prompt_tokens, block_size, calibration, now };
-        let count = head_since.len()?;
+        let (words, rest) = loads.as_chunks::<8>();
+        let count = words.len() / LOADS;
+        if !rest.is_empty() || words.len() != count * LOADS {
+            return Err(PyValueError::new_err(format!(
+                "expected {LOADS} packed columns, received {} bytes",
+                loads.len()
+            )));
+        }
+        let word = |column: usize, place: usize| words.get(column * count + place).copied().unwrap_or_default();
+        let load = |column, place| i64::from_ne_bytes(word(column, place));
         let slots: Vec<f64> = column(py, free_slots, count)?;
-        let since: Vec<f64> = column(py, head_since, count)?;
         let latencies: Vec<f64> = column(py, relative_latency, count)?;
         let chances: Vec<f64> = column(py, reuse_chance, count)?;
         let columns: Vec<Vec<i64>> = columns.iter().map(|each| column(py, each, count)).collect::<PyResult<_>>()?;
-        let [overlap, leading, active, queued, requests, total, budget, prefill, prefilling, head] = columns.as_slice()
-        else {
-            return Err(PyValueError::new_err("expected ten columns of integers"));
+        let [overlap, queued, total, budget] = columns.as_slice() else {
+            return Err(PyValueError::new_err("expected four columns of integers"));
         };
         fn at<T: Copy + Default>(column: &[T], place: usize) -> T {
             column.get(place).copied().unwrap_or_default()
         }
         // Made where it is read: a list of a thousand takes as long to write as the terms.
         let candidate = |place: usize| Candidate {
-            leading_active_blocks: at(leading, place),
-            active_blocks: at(active, place),
+            active_blocks: load(0, place),
+            prefill_tokens: load(1, place),
+            active_requests: load(2, place),
+            leading_active_blocks: load(3, place),
+            head_tokens: load(4, place),
+            prefill_requests: load(5, place),
+            head_since: f64::from_ne_bytes(word(6, place)),
             queued_blocks: at(queued, place),
-            active_requests: at(requests, place),
             total_blocks: at(total, place),
             max_batched_tokens: at(budget, place),
-            prefill_tokens: at(prefill, place),
-            prefill_requests: at(prefilling, place),
-            head_tokens: at(head, place),
-            head_since: at(&since, place),
             relative_latency: at(&latencies, place),
             reuse_chance: at(&chances, place),
         };
         let model = &self.0;
         let shares: Vec<f64> = (0..count).map(|place| model.share(&request, &candidate(place))).collect();
+        let prefilling = (0..count).map(|place| load(5, place));
         let fleet = Fleet::of(&shares, total, prefilling);
-        let blocks = prompt_blocks(&request, overlap.iter().copied().zip(leading.iter().copied()));
+        let blocks = prompt_blocks(&request, overlap.iter().copied().zip((0..count).map(|place| load(3, place))));
         let mut costs = Vec::with_capacity(count);
         let rows = PyBytes::new_with(py, ROWS * count * size_of::<f64>(), |to| {
             let mut rows = to.chunks_exact_mut((count * size_of::<f64>()).max(1));

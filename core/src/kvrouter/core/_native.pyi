@@ -63,8 +63,8 @@ class ForecastModel:
     def weigh(
         self,
         request: tuple[int, int, float, float],
+        loads: bytes,
         free_slots: Any,
-        head_since: Any,
         relative_latency: Any,
         reuse_chance: Any,
         columns: tuple[Any, ...],

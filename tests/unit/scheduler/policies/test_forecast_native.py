@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from kvrouter.scheduler.policies.forecast import policy
 from kvrouter.scheduler.policies.interface import SchedulingContext
+from kvrouter.scheduler.policies.loads import Loads
 from msgspec.structs import replace
 
 from ..context_maker import context
@@ -97,10 +98,12 @@ def test_the_choice_is_the_same(given_context: SchedulingContext, seed: int) -> 
 def test_columns_of_other_lengths_or_types_are_refused() -> None:
     given_context, slots = context(2), np.ones(2)
     with pytest.raises(ValueError, match="columns of 2 entries"):
-        policy.weigh_candidates(replace(given_context, active_blocks=np.zeros(3, np.int64)), slots)
+        policy.weigh_candidates(replace(given_context, overlap_blocks=np.zeros(3, np.int64)), slots)
     with pytest.raises(ValueError, match="columns of 2 entries"):
         policy.weigh_candidates(given_context, np.ones(3))
     with pytest.raises((BufferError, TypeError)):
-        policy.weigh_candidates(replace(given_context, active_blocks=np.zeros(2, np.float64)), slots)
+        policy.weigh_candidates(replace(given_context, overlap_blocks=np.zeros(2, np.float64)), slots)
+    with pytest.raises(ValueError, match="7 packed columns"):
+        policy.weigh_candidates(replace(given_context, loads=Loads(bytes(8 * 15), 0.0)), slots)
     with pytest.raises(ValueError, match="1 token or more"):
         policy.weigh_candidates(replace(given_context, prompt_tokens=0), slots)

@@ -208,7 +208,7 @@ def test_every_column_agrees_with_the_rules(
             if (worker_id, dp_rank) == rank
         ]
         assert row.load == load_of(booked_here, request.prompt, constraints.stage, accounting)
-        assert before[rank][1:] == row.load[1:3]
+        assert before[rank][1:3] == row.load[1:3]
         blocks, incarnation = resident.get(rank, (0, 0))
         assert row.overlap_blocks == (blocks if incarnation == row.candidate.incarnation else 0)
         uncached = max(0, request.prompt.tokens - row.overlap_blocks * BLOCK)

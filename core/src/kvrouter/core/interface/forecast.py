@@ -16,8 +16,8 @@ class ForecastModel(Protocol):
     def weigh(
         self,
         request: tuple[int, int, float, float],
+        loads: bytes,
         free_slots: Any,
-        head_since: Any,
         relative_latency: Any,
         reuse_chance: Any,
         columns: tuple[Any, ...],
@@ -26,13 +26,12 @@ class ForecastModel(Protocol):
 
         Args:
             request: (prompt tokens, block size, latency calibration, seconds of the clock).
+            loads: The load of the candidates, with the request's blocks, packed as in ``LoadColumns``.
             free_slots: A buffer of float64, the free slots of each candidate.
-            head_since: A buffer of float64, the seconds at which each candidate began to compute a prompt.
             relative_latency: A buffer of float64, the relative latency of each candidate.
             reuse_chance: A buffer of float64, the mean chance that a block in each candidate's KV cache is used again.
-            columns: Ten buffers of int64, columns of a scheduling context: overlap blocks, leading active blocks,
-                active blocks, queued blocks, active requests, total blocks, tokens per step, prefill tokens, prefill
-                requests, and tokens of the prompt being computed.
+            columns: Four buffers of int64, columns of a scheduling context: overlap blocks, queued blocks, total blocks
+                and tokens per step.
 
         Returns:
             Twelve rows: time to first token, batch, work, output, shortage, eviction, copies and own work, each in

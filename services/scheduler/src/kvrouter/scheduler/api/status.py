@@ -11,9 +11,9 @@ from operator import itemgetter
 from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.identifiers import component_message, rank_message
-from kvrouter.scheduler.load.booked_load import RankLoad
 from kvrouter.scheduler.load.pools import Pool, Pools
 from kvrouter.scheduler.load.thresholds import ThresholdBoard
+from kvrouter.scheduler.policies.loads import RankLoad
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests
 from kvrouter.scheduler.replication.replicas import ReplicaSync
 from kvrouter.scheduler.routing.decide import Decisions

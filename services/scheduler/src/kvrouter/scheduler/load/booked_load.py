@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,7 +14,8 @@ from kvrouter.scheduler.load.latency import LatencyCalibration, RankSpeed
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.load.slots import BookingPeaks, TimeInFlight
 from kvrouter.scheduler.load.tier_loads import ExpectedLoad, TierLoads
-from kvrouter.scheduler.policies.interface import Amounts, Column
+from kvrouter.scheduler.policies.interface import Amounts
+from kvrouter.scheduler.policies.loads import Loads, RankLoad
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors
 from kvrouter.v1.common_pb2 import Stage
@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 # Read once: looking up an enum value by name takes a microsecond, for each candidate.
 _PREFILL = Stage.STAGE_PREFILL
-_COUNTS = 6
-"""Columns of integers that the core returns."""
 _HISTORY_BLOCKS = 1 << 14
 """Sample of blocks that shows how often an idle one is used again. A prompt of 128k tokens adds some 500 of its 8,192
 blocks to it, at 50 to 150 ns each."""
@@ -67,41 +65,6 @@ class _Dispatched(msgspec.Struct, frozen=True):
     """Prompt tokens to compute on a rank without another prompt; 0 if it has one."""
     speed: RankSpeed
     """Speed of the rank as it was known then."""
-
-
-class RankLoad(NamedTuple):
-    """Load of one rank."""
-
-    active_blocks: int = 0
-    """Distinct blocks of requests in flight."""
-    prefill_tokens: int = 0
-    """Prefill tokens booked and not computed."""
-    requests: int = 0
-    """Booked sequences."""
-
-
-class Loads(msgspec.Struct, frozen=True):
-    """Load as columns of shape (ranks,), in the order of the registered ranks."""
-
-    active_blocks: Column
-    """With the request to place, if there is one."""
-    prefill_tokens: Column
-    requests: Column
-    leading_active_blocks: Column
-    """Leading active blocks of the request to place."""
-    head_prefill_tokens: Column
-    """Uncached tokens of the prompt under computation, the oldest one; 0 if no prompt waits."""
-    prefill_requests: Column
-    """Requests without a first token that had uncached tokens, including this one."""
-    head_prefill_since: Amounts
-    """Seconds of the clock since which it is computed; infinite if no prompt waits."""
-    now: float
-    """Seconds of the clock at which the load was read."""
-
-    @property
-    def head_prefill_seconds(self) -> Amounts:
-        """Seconds for which it has been computed; 0 if no prompt waits. On demand: few policies need it."""
-        return np.maximum(self.now - self.head_prefill_since, 0.0)
 
 
 @dataclass(eq=False)
@@ -161,13 +124,12 @@ class BookedLoad:
             else:
                 added = -(-prompt.tokens // self.block_size)
         known, packed = self._sequences.loads(hashes, tokens)
-        rows: Column = np.ndarray((_COUNTS, len(known)), np.int64, packed)
-        since: Amounts = np.ndarray(len(known), np.float64, packed, rows.nbytes)
+        loads = Loads(packed, self.clock())
         if (places := self._places_in(known)) is not None:
-            rows, since = rows[:, places], since[places]
-        active, prefill, requests, leading, head, waiting = rows
-        active = active + added if added else active
-        return Loads(active, prefill, requests, leading, head, waiting, since, self.clock())
+            loads = loads.at(places)
+        if added:
+            loads = Loads((loads.active_blocks + added).tobytes() + loads.rows[1:].tobytes(), loads.now)
+        return loads
 
     def reuse_chance(self) -> Amounts:
         """Returns the mean chance over each registered rank's KV cache that a block is used again, in order of rank."""
@@ -183,10 +145,9 @@ class BookedLoad:
 
     def load_by_rank(self) -> dict[Rank, RankLoad]:
         """Returns the load of every rank with a registration or bookings, for display."""
-        return {
-            rank: RankLoad(active, prefill, requests)
-            for rank, active, prefill, requests, _ in self._sequences.loads().rows()
-        }
+        known, packed = self._sequences.loads()
+        loads = Loads(packed, self.clock())
+        return {rank: loads.of(place) for place, rank in enumerate(known)}
 
     def _places_in(self, known: tuple[Rank, ...]) -> NDArray[np.intp] | None:
         """Returns the indexes of the registered ranks among those known to the core; None if they all are.

@@ -236,7 +236,8 @@ def rank_load_gauges(pools: Pools) -> ScrapedGauges:
             latencies = dict(zip(pool.worker_set.ranks, pool.booked_load.relative_latency().tolist(), strict=True))
             for rank, load in pool.booked_load.load_by_rank().items():
                 labels = (str(pool.name), str(rank[0]), str(rank[1]))
-                yield labels, (*load[:3], latencies[rank]) if rank in latencies else load[:3]
+                numbers = load.active_blocks, load.prefill_tokens, load.requests
+                yield labels, (*numbers, latencies[rank]) if rank in latencies else numbers
 
     documentation = {
         "kvrouter_scheduler_active_blocks": "Distinct blocks of booked requests.",

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Protocol, get_type_hints
 import msgspec
 import numpy as np
 from kvrouter.core import Rank
+from kvrouter.scheduler.policies.loads import Loads
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -49,16 +50,10 @@ class SchedulingContext(msgspec.Struct, frozen=True):
     lower tiers that loading saves. 0 everywhere if there is no overlap information."""
     new_prefill_tokens: Column
     """Prompt tokens to compute on the rank."""
-    prefill_tokens: Column
-    """Prefill tokens booked and not computed, without this request."""
-    active_blocks: Column
-    """Distinct blocks of requests in flight, with this request; 0 everywhere if blocks are not tracked."""
+    loads: Loads
+    """Load of the ranks, which the properties below name."""
     queued_blocks: Column
     """Blocks that the largest request queued for the rank will add; 0 if this request was queued itself."""
-    leading_active_blocks: Column
-    """Leading blocks of this request in use by requests in flight on the rank."""
-    active_requests: Column
-    """Requests booked."""
     free_slots: Amounts
     """Free slots of the rank; 0 or less if it has none, infinite if its slots are unknown."""
     is_kept: Mask
@@ -67,18 +62,10 @@ class SchedulingContext(msgspec.Struct, frozen=True):
     """KV blocks in device memory; 0 if unknown."""
     max_batched_tokens: Column
     """Most prompt tokens of a step; 0 if unknown."""
-    head_prefill_tokens: Column
-    """Prefill tokens of the oldest request without a first token; 0 without one."""
-    head_prefill_since: Amounts
-    """Time at which this request became the oldest, in seconds; infinite without one."""
-    prefill_requests: Column
-    """Requests booked without a first token."""
     relative_latency: Amounts
     """Ratio of the rank's prefill times to those of the component; 1 while it is unknown."""
     reuse_chance: Amounts
     """Mean chance over the rank's KV cache that a block is used again, 0 for one without content or if unknown."""
-    now: float
-    """Time of the decision by the same clock, in seconds."""
     latency_calibration: float = 1.0
     """Ratio of measured to forecast prefill times in the component."""
     expected_output_tokens: float = 0.0
@@ -87,12 +74,53 @@ class SchedulingContext(msgspec.Struct, frozen=True):
     def at(self, places: NDArray[np.intp]) -> SchedulingContext:
         """Returns the context of some of the candidates."""
         ranks = tuple(map(self.ranks.__getitem__, places.tolist()))
-        return replace(self, ranks=ranks, **{name: getattr(self, name)[places] for name in _COLUMNS})
+        columns = {name: getattr(self, name)[places] for name in _COLUMNS}
+        return replace(self, ranks=ranks, loads=self.loads.at(places), **columns)
+
+    @property
+    def prefill_tokens(self) -> Column:
+        """Prefill tokens booked and not computed, without this request."""
+        return self.loads.prefill_tokens
+
+    @property
+    def active_blocks(self) -> Column:
+        """Distinct blocks of requests in flight, with this request; 0 everywhere if blocks are not tracked."""
+        return self.loads.active_blocks
+
+    @property
+    def leading_active_blocks(self) -> Column:
+        """Leading blocks of this request in use by requests in flight on the rank."""
+        return self.loads.leading_active_blocks
+
+    @property
+    def active_requests(self) -> Column:
+        """Requests booked."""
+        return self.loads.requests
+
+    @property
+    def head_prefill_tokens(self) -> Column:
+        """Prefill tokens of the oldest request without a first token; 0 without one."""
+        return self.loads.head_prefill_tokens
+
+    @property
+    def head_prefill_since(self) -> Amounts:
+        """Time at which this request became the oldest, in seconds; infinite without one."""
+        return self.loads.head_prefill_since
 
     @property
     def head_prefill_seconds(self) -> Amounts:
         """Seconds since the oldest request without a first token became the oldest; 0 without one."""
-        return np.maximum(self.now - self.head_prefill_since, 0.0)
+        return self.loads.head_prefill_seconds
+
+    @property
+    def prefill_requests(self) -> Column:
+        """Requests booked without a first token."""
+        return self.loads.prefill_requests
+
+    @property
+    def now(self) -> float:
+        """Time of the decision, in seconds."""
+        return self.loads.now
 
 
 _COLUMNS = tuple(name for name, kind in get_type_hints(SchedulingContext).items() if kind in (Column, Amounts, Mask))

@@ -11,7 +11,6 @@ import numpy as np
 from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.conversations import HeldBlocks
 from kvrouter.scheduler.identifiers import rank_message
-from kvrouter.scheduler.load.booked_load import Loads
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.load.tier_loads import saved_shares
@@ -19,6 +18,7 @@ from kvrouter.scheduler.metrics import ReachableTokens
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext, largest
+from kvrouter.scheduler.policies.loads import Loads
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import FirstPrefill, PrefillPlaces, compute_ms, prefill_places, waits_ms
 from kvrouter.scheduler.routing.context import RequestContext
@@ -325,20 +325,13 @@ def context_of(
         ranks=worker_set.ranks,
         overlap_blocks=overlap_blocks,
         new_prefill_tokens=new_prefill_tokens,
-        prefill_tokens=loads.prefill_tokens,
-        active_blocks=loads.active_blocks,
+        loads=loads,
         queued_blocks=worker_set.column(queued_tokens) // size if queued_tokens else worker_set.zeros,
-        leading_active_blocks=loads.leading_active_blocks,
-        active_requests=loads.requests,
         free_slots=candidates.free_slots,
         is_kept=is_kept,
         total_blocks=worker_set.total_blocks,
         max_batched_tokens=worker_set.max_batched_tokens,
-        head_prefill_tokens=loads.head_prefill_tokens,
-        head_prefill_since=loads.head_prefill_since,
-        prefill_requests=loads.prefill_requests,
         reuse_chance=pool.booked_load.reuse_chance(),
-        now=loads.now,
         latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
         relative_latency=pool.booked_load.latency_calibration.relative.column(loads.now),
         expected_output_tokens=expected_output_tokens,

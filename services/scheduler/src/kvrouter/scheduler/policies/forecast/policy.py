@@ -144,9 +144,9 @@ class ForecastPolicy(Policy):
                 "free_slots": slots,
             }
 
-        has_slot = open_ranks > 0
+        has_slot, load = open_ranks > 0, context.loads.of(index)
         new_tokens, total = int(weighed.new_tokens), int(context.total_blocks[index])
-        lacks_blocks = total > 0 and context.active_blocks[index] > total
+        lacks_blocks = total > 0 and load.active_blocks > total
         if not has_slot:
             reason = "the free room is kept for other tenants" if is_limited else "no rank has a free slot"
         elif lacks_blocks:
@@ -155,8 +155,8 @@ class ForecastPolicy(Policy):
             is_any = open_ranks == len(context.ranks)
             reason = "lowest cost" if is_any else "lowest cost of the ranks with a free slot"
         explanation = Explanation(reason, rows[-1], OnDemand(terms), formula)
-        added = context.prompt_tokens - int(context.leading_active_blocks[index]) * context.block_size
-        slot = int(total * context.block_size / max(1.0, float(slots[index]) + int(context.active_requests[index])))
+        added = context.prompt_tokens - load.leading_active_blocks * context.block_size
+        slot = int(total * context.block_size / max(1.0, float(slots[index]) + load.requests))
         use_tokens = max(added, slot)
         if lacks_blocks or not has_slot:
             return Wait(
@@ -177,7 +177,7 @@ class ForecastPolicy(Policy):
             use_tokens,
             prefill_tokens=new_tokens,
             forecast_ms=forecast_ms if weighed.fit else None,
-            idle_forecast_ms=None if context.head_prefill_tokens[index] else forecast_ms,
+            idle_forecast_ms=None if load.head_prefill_tokens else forecast_ms,
         )
 
 
@@ -249,22 +249,11 @@ def weigh_candidates(context: SchedulingContext, free_slots: Amounts) -> Weighin
         return weigh_here(context, free_slots)
     rows, open_ranks, cheapest = NATIVE.weigh(
         (context.prompt_tokens, context.block_size, context.latency_calibration, context.now),
+        context.loads.packed,
         free_slots,
-        context.head_prefill_since,
         context.relative_latency,
         context.reuse_chance,
-        (
-            context.overlap_blocks,
-            context.leading_active_blocks,
-            context.active_blocks,
-            context.queued_blocks,
-            context.active_requests,
-            context.total_blocks,
-            context.max_batched_tokens,
-            context.prefill_tokens,
-            context.prefill_requests,
-            context.head_prefill_tokens,
-        ),
+        (context.overlap_blocks, context.queued_blocks, context.total_blocks, context.max_batched_tokens),
     )
     shape = len(Weighed._fields) + 1, len(context.ranks)
     return Weighing(np.ndarray(shape, np.float64, rows), open_ranks, cheapest)

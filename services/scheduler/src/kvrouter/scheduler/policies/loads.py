@@ -1,0 +1,88 @@
+"""The load of a component's ranks at one moment, as columns."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_COLUMNS = 7
+
+
+class RankLoad(NamedTuple):
+    """Load of one rank, as in ``Loads``."""
+
+    active_blocks: int = 0
+    prefill_tokens: int = 0
+    requests: int = 0
+    leading_active_blocks: int = 0
+    head_prefill_tokens: int = 0
+    prefill_requests: int = 0
+
+
+class Loads:
+    """Load as columns of shape (ranks,), in the order of the registered ranks. They are made when they are read."""
+
+    def __init__(self, packed: bytes, now: float) -> None:
+        """Takes the packed columns of ``kvrouter.core.LoadColumns``, and the time at which they were read, seconds."""
+        self.packed = packed
+        self.now = now
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """The packed columns as rows; the last one has the bits of float64."""
+        return np.ndarray((_COLUMNS, len(self.packed) // (8 * _COLUMNS)), np.int64, self.packed)
+
+    def at(self, places: NDArray[np.intp]) -> Loads:
+        """Returns the load of some of the ranks."""
+        return Loads(self.rows[:, places].tobytes(), self.now)
+
+    def of(self, place: int) -> RankLoad:
+        """Returns the load of the rank at an index."""
+        return RankLoad(*self.rows[:-1, place].tolist())
+
+    @property
+    def active_blocks(self) -> NDArray[np.int64]:
+        """Distinct active blocks, with those of the request to place, if there is one."""
+        return self._row(0)
+
+    @property
+    def prefill_tokens(self) -> NDArray[np.int64]:
+        """Prefill tokens booked and not computed, without those of this request."""
+        return self._row(1)
+
+    @property
+    def requests(self) -> NDArray[np.int64]:
+        """Booked sequences."""
+        return self._row(2)
+
+    @property
+    def leading_active_blocks(self) -> NDArray[np.int64]:
+        """Leading active blocks of the request to place."""
+        return self._row(3)
+
+    @property
+    def head_prefill_tokens(self) -> NDArray[np.int64]:
+        """Uncached tokens of the prompt under computation, the oldest one; 0 if no prompt waits."""
+        return self._row(4)
+
+    @property
+    def prefill_requests(self) -> NDArray[np.int64]:
+        """Requests without a first token that had uncached tokens, including this one."""
+        return self._row(5)
+
+    @property
+    def head_prefill_since(self) -> NDArray[np.float64]:
+        """Seconds of the clock since which it is computed; infinite if no prompt waits."""
+        return self._row(6).view(np.float64)
+
+    @property
+    def head_prefill_seconds(self) -> NDArray[np.float64]:
+        """Seconds for which it has been computed; 0 if no prompt waits."""
+        return np.maximum(self.now - self.head_prefill_since, 0.0)
+
+    def _row(self, column: int) -> NDArray[np.int64]:
+        row: NDArray[np.int64] = self.rows[column]
+        return row
