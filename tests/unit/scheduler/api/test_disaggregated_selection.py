@@ -197,7 +197,7 @@ async def test_each_pool_computes_at_its_own_measured_speed(slowness: float) -> 
     scheduler = parts("kv", options=RemotePrefillOptions(min_tokens=0, transfer=KvTransfer(latency_ms=0.0)))
     name = with_prefill_worker(scheduler)
     now = time.monotonic()
-    modelled = float(modelled_ms(40 * BLOCK))
+    modelled = modelled_ms(40 * BLOCK)
     for pool, measured in ((POOL, 1.0), (name, slowness)):
         times = scheduler.pools.named(pool.namespace, pool.name).booked_load.prefill_times
         for _ in range(200):

@@ -8,7 +8,7 @@ from kvrouter.scheduler.request.remote_prefill import modelled_ms
 
 TOKENS = 2_000
 NOW = 100.0
-MODELLED_S = float(modelled_ms(TOKENS)) / 1e3
+MODELLED_S = modelled_ms(TOKENS) / 1e3
 
 
 def computed(times: PrefillTimes, slowness: float, prompts: int) -> PrefillTimes:

@@ -86,7 +86,7 @@ class PrefillTimes:
             now: Time in seconds.
         """
         if tokens >= LEAST_TOKENS:
-            self._compute.observe(measured_ms, float(modelled_ms(tokens)), now)
+            self._compute.observe(measured_ms, modelled_ms(tokens), now)
 
     def handed_over(self, measured_ms: float, modelled: float, now: float) -> None:
         """Measures a hand-over, given the time of the model of the link, both in ms; ``now``: seconds."""

@@ -81,7 +81,7 @@ class Predictions:
 
     def concern(self, pool: Pool, prompt: Prompt) -> bool:
         """Returns whether blocks of a prompt are predicted on any rank."""
-        return prompt.indexed_blocks is not None or self.some_of(pool)
+        return self.everywhere or prompt.indexed_blocks is not None or bool(pool.worker_set.without_events)
 
     def all_of(self, pool: Pool) -> bool:
         """Returns whether those of every rank are predicted, so that no Indexer knows more."""
@@ -89,7 +89,8 @@ class Predictions:
 
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
         """Returns the predicted leading blocks of a prompt on each rank."""
-        self._record_waiting()
+        if self._waiting is not None:
+            self._record_waiting()
         predicted = self._of(pool)
         listed = predicted.listed
         blocks = np.zeros(len(listed.place_of), np.int64)
@@ -120,7 +121,8 @@ class Predictions:
         if candidate is None or not prompt.local_hashes:
             return
         if self.everywhere or not candidate.publishes_events or prompt.indexed_blocks is not None:
-            self._record_waiting()
+            if self._waiting is not None:
+                self._record_waiting()
             predicted, now = self._of(pool), self.clock()
             if predicted.incarnations.get(rank) != candidate.incarnation:
                 self._begin_incarnation(pool, predicted, candidate)

@@ -46,43 +46,46 @@ class Loads:
     @property
     def active_blocks(self) -> NDArray[np.int64]:
         """Distinct active blocks, with those of the request to place, if there is one."""
-        return self._row(0)
+        column: NDArray[np.int64] = self.rows[0]
+        return column
 
     @property
     def prefill_tokens(self) -> NDArray[np.int64]:
         """Prefill tokens booked and not computed, without those of this request."""
-        return self._row(1)
+        column: NDArray[np.int64] = self.rows[1]
+        return column
 
     @property
     def requests(self) -> NDArray[np.int64]:
         """Booked sequences."""
-        return self._row(2)
+        column: NDArray[np.int64] = self.rows[2]
+        return column
 
     @property
     def leading_active_blocks(self) -> NDArray[np.int64]:
         """Leading active blocks of the request to place."""
-        return self._row(3)
+        column: NDArray[np.int64] = self.rows[3]
+        return column
 
     @property
     def head_prefill_tokens(self) -> NDArray[np.int64]:
         """Uncached tokens of the prompt under computation, the oldest one; 0 if no prompt waits."""
-        return self._row(4)
+        column: NDArray[np.int64] = self.rows[4]
+        return column
 
     @property
     def prefill_requests(self) -> NDArray[np.int64]:
         """Requests without a first token that had uncached tokens, including this one."""
-        return self._row(5)
+        column: NDArray[np.int64] = self.rows[5]
+        return column
 
     @property
     def head_prefill_since(self) -> NDArray[np.float64]:
         """Seconds of the clock since which it is computed; infinite if no prompt waits."""
-        return self._row(6).view(np.float64)
+        column: NDArray[np.int64] = self.rows[6]
+        return column.view(np.float64)
 
     @property
     def head_prefill_seconds(self) -> NDArray[np.float64]:
         """Seconds for which it has been computed; 0 if no prompt waits."""
         return np.maximum(self.now - self.head_prefill_since, 0.0)
-
-    def _row(self, column: int) -> NDArray[np.int64]:
-        row: NDArray[np.int64] = self.rows[column]
-        return row

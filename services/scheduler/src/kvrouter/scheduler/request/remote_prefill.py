@@ -158,12 +158,12 @@ def prefill_places(
     return PrefillPlaces(is_remote, np.where(is_remote, equivalent, uncached_tokens), comparison)
 
 
-_BUDGET, _NO_DECODING = np.array(DEFAULT_BUDGET), np.array(0.0)
-
-
-def modelled_ms(tokens: NDArray[np.int64] | int) -> NDArray[np.float64]:
+def modelled_ms(tokens: float) -> float:
     """Returns the time to compute prompt tokens on the engine model of mode forecast, ms."""
-    return prefill_ms(np.asarray(tokens), _BUDGET, _NO_DECODING)
+    return prefill_ms(tokens, DEFAULT_BUDGET, 0.0)
+
+
+_BUDGET, _NO_DECODING = np.array(DEFAULT_BUDGET), np.array(0.0)
 
 
 def compute_ms(
@@ -171,7 +171,7 @@ def compute_ms(
 ) -> NDArray[np.float64]:
     """Returns the time to compute prompt tokens, ms; ``factor`` is the measured time over the modelled one."""
     us = options.prefill_us_per_token
-    return factor * modelled_ms(tokens) if us is None else tokens.astype(np.float64) * (us / 1e3)
+    return factor * prefill_ms(tokens, _BUDGET, _NO_DECODING) if us is None else tokens.astype(np.float64) * (us / 1e3)
 
 
 def waits_ms(

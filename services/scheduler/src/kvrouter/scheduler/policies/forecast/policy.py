@@ -303,17 +303,18 @@ def _over(blocks: Column, total_blocks: Column) -> Amounts:
     return shares
 
 
-def prefill_ms(tokens: Column, budget: Column, decode: Amounts) -> Amounts:
+def prefill_ms(tokens: T, budget: T, decode: T) -> T:
     """Returns the time in ms of the steps for ``tokens`` prompt tokens, each with ``decode`` ms of decoding."""
-    full = np.floor(tokens / budget)
+    full = tokens // budget
     rest = tokens - full * budget
-    return full * (decode + step_ms(budget)) + (rest > 0) * (decode + step_ms(rest))
+    ms: T = full * (decode + step_ms(budget)) + (rest > 0) * (decode + step_ms(rest))
+    return ms
 
 
-def step_ms(tokens: NDArray[Any]) -> Amounts:
+def step_ms(tokens: T) -> T:
     """Returns the time in ms of a step for so many prompt tokens, without decoding."""
-    step: Amounts = (PREFILL_N2_MS * tokens + PREFILL_N1_MS) * tokens + PREFILL_N0_MS
-    return step
+    ms: T = (PREFILL_N2_MS * tokens + PREFILL_N1_MS) * tokens + PREFILL_N0_MS
+    return ms
 
 
 def decode_ms(share: Amounts) -> Amounts:
