@@ -40,7 +40,7 @@ def run_script(chunks: list[bytes], sent_by_client: int) -> Outcome:
             break
         written += call.take()
         assert call.ended is not None or len(call._unread) < 9 + (1 << 14)
-        assert len(call._messages) <= MESSAGE_BYTES + 5 + (1 << 14)
+        assert len(call._messages.begun) <= MESSAGE_BYTES + 5 + (1 << 14)
     outcome.ended = call.ended
     call.cancel()
     written += call.take()

@@ -167,7 +167,7 @@ class ClientConnection:
 
     def _next_message(self) -> bytes | None:
         message = self.stream.next_message()
-        if message is None:
+        if message is None and self.stream.draining:
             self._end_when_idle()
         return message
 

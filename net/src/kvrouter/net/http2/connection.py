@@ -215,8 +215,7 @@ class GrpcConnection(Endpoint):
             while not self._writing_paused:
                 if not call.blocked and (message := self._next_message()) is not None:
                     call.send(message)
-                data = call.take()
-                if not data:
+                if not (call.waiting and (data := call.take())):
                     return
                 transport.write(data)
         except Exception as error:

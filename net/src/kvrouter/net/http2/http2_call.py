@@ -89,6 +89,11 @@ class Http2Call(Http2Side):
         self._unsent: bytes | memoryview = b""
         """A message of which a part waits for the server's window. A long one is a view: its frames are no copies."""
         self._unsent_prefix = b""
+        self.blocked = False
+        """Whether a part of the latest message is not written, so no further one can be sent.
+
+        The server cannot have processed such a message.
+        """
         self._window = INITIAL_WINDOW_BYTES
         """Bytes the server accepts on the stream."""
         self._replies = [
@@ -110,26 +115,20 @@ class Http2Call(Http2Side):
         ]
 
     @property
-    def blocked(self) -> bool:
-        """Whether a part of the latest message is not written, so no further one can be sent.
-
-        The server cannot have processed such a message.
-        """
-        return bool(self._unsent_prefix or self._unsent)
-
-    @property
     def waiting(self) -> bool:
         """Whether ``take`` may return bytes."""
         return bool(self._replies or self.blocked)
 
     def send(self, message: bytes) -> None:
         """Sends a message. The call must not be blocked."""
+        self.blocked = True
         self._unsent_prefix = prefix(len(message))
         self._unsent = message if len(message) < LEAST_MAX_FRAME_BYTES else memoryview(message)
 
     def cancel(self) -> None:
         """Ends the call."""
         self._unsent_prefix = self._unsent = b""
+        self.blocked = False
         self._replies.append(frame(Kind.RST_STREAM, ErrorCode.CANCEL.to_bytes(4, "big"), stream=_STREAM))
         self._replies.append(frame(Kind.GOAWAY, bytes(4) + ErrorCode.NO_ERROR.to_bytes(4, "big")))
 
@@ -149,6 +148,7 @@ class Http2Call(Http2Side):
             chunks += (frame_header(size, Kind.DATA, 0, _STREAM), first, body[:rest])
             head, body = head[size:], body[rest:]
         self._unsent_prefix, self._unsent = head, body or b""
+        self.blocked = bool(head or body)
         return b"".join(chunks)
 
     def receive(self, data: bytes) -> None:

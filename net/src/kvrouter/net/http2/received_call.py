@@ -305,16 +305,17 @@ class ReceivedCall:
         if self._half_closed or self._unallowed + length > WINDOW_BYTES:
             raise Http2Violation("received data after the end of a call, or more than its window")
         self._unallowed += length
-        begun_bytes = len(self._reader)
+        reader = self._reader
+        begun_bytes = len(reader.begun)
         self._half_closed = ends
         refused: Http2Violation | None = None
         try:
-            self._reader.take(payload, self._queue)
+            reader.take(payload, self._queue)
         except Http2Violation as violation:
             refused = violation
         if self.is_over:
             return  # A message could not be decompressed.
-        self._count(len(self._reader) - begun_bytes)
+        self._count(len(reader.begun) - begun_bytes)
         if refused is not None:
             is_long = isinstance(refused, MessageTooLong)
             code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.UNIMPLEMENTED
@@ -352,11 +353,11 @@ class ReceivedCall:
         self._count(-self._counted)
         self._messages.clear()
         self._reader = MessageReader(MAX_MESSAGE_BYTES)
+        self.unsent = b""
         self.written()
 
     def written(self) -> None:
-        """Wakes the writer: nothing is unsent."""
-        self.unsent = b""
+        """Wakes the writer: nothing is unsent any more."""
         if self._on_message is not None:
             self.wake()
         if self._room is not None and not self._room.done():

@@ -106,8 +106,11 @@ class ReceivedCalls(Http2Side):
         pulling, self._pulling = self._pulling, {}
         for call in pulling:
             call.pull()
+        if not self._replies:
+            return b""
         taken, self._unwritten = b"".join(self._taken()), 0
-        self._send_waiting()
+        if self._waiting:
+            self._send_waiting()
         return taken
 
     def append(self, encoded: bytes) -> None:
@@ -131,7 +134,7 @@ class ReceivedCalls(Http2Side):
             self._flood.earn(ITEMS_OF_SENT_FRAME)
             self.append(frame_header(size, Kind.DATA, 0, call.number) + data[start : start + size])
             start += size
-        call.written()
+        call.unsent = b""
 
     def pull(self, call: ReceivedCall) -> None:
         """Takes the next messages of a call with the next bytes to write."""
@@ -157,6 +160,8 @@ class ReceivedCalls(Http2Side):
         waiting, self._waiting = self._waiting, {}
         for call in waiting:
             self.send(call)
+            if not call.unsent:
+                call.written()
 
     def _is_over(self) -> bool:
         return self.is_over
@@ -202,7 +207,8 @@ class ReceivedCalls(Http2Side):
     def _widen(self, more: int) -> None:
         for call in self.calls.values():
             call.window = widened(call.window, more)
-        self._send_waiting()
+        if self._waiting:
+            self._send_waiting()
 
     def _take_reset(self, stream: int, code: int) -> None:  # noqa: ARG002 - whatever the reason
         if (call := self.calls.get(stream)) is not None:

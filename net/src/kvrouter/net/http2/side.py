@@ -93,18 +93,15 @@ class Compressed(bytes):
 class MessageReader:
     """Splits the data of one call into messages."""
 
-    __slots__ = ("_begun", "_may_compress", "max_bytes")
+    __slots__ = ("_may_compress", "begun", "max_bytes")
 
     def __init__(self, max_bytes: int, *, may_compress: bool = False) -> None:
         """``max_bytes`` is the maximum size of a message as sent; ``may_compress``: it may be compressed."""
-        self._begun = bytearray()
+        self.begun = bytearray()
+        """The message that has begun."""
         self.max_bytes = max_bytes
         """Maximum size of further messages."""
         self._may_compress = may_compress
-
-    def __len__(self) -> int:
-        """Returns the size of the message that has begun, bytes."""
-        return len(self._begun)
 
     def take(self, payload: bytes, deliver: Callable[[bytes], None]) -> None:
         """Calls ``deliver`` with each message ending in further data.
@@ -112,7 +109,7 @@ class MessageReader:
         Raises:
             Http2Violation: a message is compressed, or too long.
         """
-        begun = self._begun
+        begun = self.begun
         if not begun and len(payload) >= _PREFIX_BYTES and self._size(payload) == len(payload):
             message = payload[_PREFIX_BYTES:]
             deliver(Compressed(message) if payload[0] else message)
