@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+
+import msgspec
 
 ANSWER_SECONDS = 0.5
 """The rest of a deadline that is kept for the answer, so the client learns why its request was not served."""
 
 
-@dataclass(slots=True)
-class Deadline:
+class Deadline(msgspec.Struct, frozen=True):
     """A point on this process's monotonic clock, or none. It is sent to other processes as remaining time."""
 
     at: float | None
@@ -21,10 +21,10 @@ class Deadline:
         """Returns the deadline a number of seconds from now."""
         return cls(time.monotonic() + seconds)
 
-    @classmethod
-    def never(cls) -> Deadline:
+    @staticmethod
+    def never() -> Deadline:
         """Returns the absence of a deadline."""
-        return cls(None)
+        return _NEVER
 
     def remaining(self) -> float | None:
         """Returns the seconds left: 0 once it has passed, None without a deadline."""
@@ -48,3 +48,6 @@ class Deadline:
     def or_after(self, seconds: float) -> Deadline:
         """Returns this deadline, or if there is none, one a number of seconds from now."""
         return Deadline.after(seconds) if self.at is None else self
+
+
+_NEVER = Deadline(None)
