@@ -155,10 +155,12 @@ class EventApplier:
         if not again and reset is None and not summary.fenced and batch.next_event_id < summary.next_event_id:
             # The batch is late or a duplicate, or the index applied events that the worker never published.
             self._request_if_whole(rank)
-        self._note_lag(rank, batch)
+        tally = self.known.tally(rank)
+        if batch.published_unix_ns:
+            tally.lag_seconds = self.lag_seconds = max(0.0, (time.time_ns() - batch.published_unix_ns) / 1e9)
         # Events of an earlier incarnation are no evidence about the current one.
         if summary.incarnation == batch.incarnation:
-            self.known.tally(rank).evidence.heard_at = time.monotonic()
+            tally.evidence.heard_at = time.monotonic()
 
     def _count(self, rank: Rank, batch: EventBatch, summary: ApplySummary, *, again: bool) -> None:
         self.tally.add(summary, again=again)
@@ -166,7 +168,8 @@ class EventApplier:
             self.known.set_partial(rank, False)
         if summary.rejected:
             self._log.warning("rank.events_refused", worker_id=rank[0], dp_rank=rank[1], reasons=summary.rejected)
-        self.note_evictions(rank, summary)
+        if summary.evicted_others or summary.evicted_blocks is not None:
+            self.note_evictions(rank, summary)
 
     def note_evictions(self, rank: Rank, summary: ApplySummary) -> None:
         """Counts and logs the ranks evicted by a batch."""
@@ -269,8 +272,3 @@ class EventApplier:
         """Removes the pending buffer of a rank. Returns its batches; none if its worker has become unfit."""
         taken = self.pending.take(rank)
         return [] if rank[0] in self._unfit_workers else taken
-
-    def _note_lag(self, rank: Rank, batch: EventBatch) -> None:
-        if batch.published_unix_ns:
-            self.lag_seconds = max(0.0, (time.time_ns() - batch.published_unix_ns) / 1e9)
-            self.known.tally(rank).lag_seconds = self.lag_seconds

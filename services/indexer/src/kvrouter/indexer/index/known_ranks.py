@@ -162,7 +162,7 @@ class KnownRanks:
 
     def tally(self, rank: Rank) -> RankTally:
         """Returns the status of a rank for changes. An unknown rank is added."""
-        return self._tallies.setdefault(rank, RankTally())
+        return self._tallies.get(rank) or self._tallies.setdefault(rank, RankTally())
 
     def mark_unverified(self, rank: Rank) -> None:
         """Marks a rank as not verified."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Container
 from dataclasses import dataclass
 
+import msgspec
 from kvrouter.core import EventBatch, Rank, RefusedBatch
 
 _RANK_OF_SUBJECT = re.compile(r"\.([0-9a-f]{16})\.([0-9]{1,10})$")
@@ -58,8 +59,7 @@ def validate(
     return batch
 
 
-@dataclass(frozen=True, slots=True)
-class StreamMessage:
+class StreamMessage(msgspec.Struct, frozen=True):
     """A message from the transport."""
 
     subject: str
@@ -68,8 +68,7 @@ class StreamMessage:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedBatch:
+class ReceivedBatch(msgspec.Struct, frozen=True):
     """A valid message, with its batch."""
 
     message: StreamMessage

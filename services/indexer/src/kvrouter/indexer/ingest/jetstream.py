@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import json
 from collections import deque
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
+import msgspec
 import nats.errors
 from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.ingest.read_position import ConsumerView, StreamIdentity, StreamView
@@ -158,8 +158,7 @@ class DeliveryLost(Exception):
     """Raised when a delivered message did not arrive."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """Consecutive messages, in stream order."""
 
     messages: list[StreamMessage]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class StreamIdentity:
@@ -40,8 +42,7 @@ class ConsumerView:
     """Number of undelivered messages in the stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(msgspec.Struct, frozen=True):
     """How far a replica has applied a stream, and by which consumer."""
 
     identity: StreamIdentity

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import structlog
 from kvrouter.indexer.index.event_applier import EventApplier
 from kvrouter.indexer.ingest.jetstream import AWAY, Delivery, DeliveryLost, DurableConsumer
@@ -22,8 +23,7 @@ _CHECK_SECONDS = 2.0
 _RETRY_SECONDS = (0.2, 2.0)  # first and longest pause
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """How far the stream is applied."""
 
     position: Position | None = None
