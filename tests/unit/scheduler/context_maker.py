@@ -55,6 +55,8 @@ def context(count: int, **columns: Any) -> SchedulingContext:
     assert columns.keys() <= known.keys()
     known["free_slots"] = np.array(columns.pop("free_slots", known["free_slots"]), np.float64)
     given = {name: np.array(value) if isinstance(value, list) else value for name, value in (known | columns).items()}
+    new = np.asarray(given.pop("new_prefill_tokens"), np.int64)
+    given["count_prefill_tokens"] = lambda: new
     counts = [np.asarray(given.pop(name), np.int64) for name in _COUNTS]
     since = np.asarray(given.pop("head_prefill_since"), np.float64)
     loads = Loads(b"".join(column.tobytes() for column in (*counts, since)), given.pop("now"))

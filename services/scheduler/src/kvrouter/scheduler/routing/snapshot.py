@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import msgspec
@@ -58,8 +59,8 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
     saved_blocks: Column
     """Blocks whose computation each candidate saves: those in device memory, and of ``lower_blocks`` the share that
     loading saves; of these, the share that engines reuse as measured."""
-    new_prefill_tokens: Column
-    """Prompt tokens for each candidate to compute itself."""
+    count_prefill_tokens: Callable[[], Column]
+    """Returns ``new_prefill_tokens``, which most decisions do not need."""
     free_slots: Amounts
     """Free slots of each candidate; infinite where its slots are unknown."""
     judged: Load | None
@@ -72,6 +73,11 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
     """Blocks of the conversation that count as overlap, because no index shows them; None if there are none."""
     prefill: PrefillPlaces | None = None
     """Who would compute the prompt, in stage decode; None in other stages."""
+
+    @property
+    def new_prefill_tokens(self) -> Column:
+        """Prompt tokens for each candidate to compute itself."""
+        return self.count_prefill_tokens()
 
     def loads_blocks(self, place: int) -> bool:
         """Returns whether the candidate at an index would load blocks of the prompt from below device memory."""
@@ -181,7 +187,7 @@ def snapshot(
         saved_blocks = saved_blocks + (lower_blocks * saved_by_loading(request)).sum(axis=0).astype(np.int64)
     if (ratio := pool.prediction_check.reuse_ratio) < 1.0:
         saved_blocks = (saved_blocks * ratio).astype(np.int64)
-    uncached = np.maximum(request.prompt.tokens - saved_blocks * pool.booked_load.block_size, 0)
+    uncached = partial(_uncached_tokens, request.prompt.tokens, saved_blocks, pool.booked_load.block_size)
     fit = worker_set.fit(constraints)
     if constraints.avoided:
         fit = worker_set.preferred(fit, constraints.avoided)
@@ -194,12 +200,15 @@ def snapshot(
         judged = pool.judged_load(now)
         free = fit[~judged.above(thresholds)[fit]]
     free_slots = pool.free_slots(loads.requests, now) if worker_set.knows_slots else worker_set.slots
-    new_tokens, prefill = uncached, None
+    count_prefill_tokens: Callable[[], Column] = uncached
+    prefill = None
     if constraints.stage == _DECODE:  # which receives its blocks
-        new_tokens, prefill = worker_set.zeros, PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
+        missing, prefill = worker_set.zeros, PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
         if request.may_prefill_locally:
-            prefill = _prefill_places(request, loads, uncached, overlaps)
-            new_tokens = np.where(prefill.is_remote, 0, uncached)
+            missing = uncached()
+            prefill = _prefill_places(request, loads, missing, overlaps)
+            missing = np.where(prefill.is_remote, 0, missing)
+        count_prefill_tokens = partial(np.asarray, missing)
     return CandidateSnapshot(
         worker_set,
         constraints,
@@ -209,7 +218,7 @@ def snapshot(
         largest(overlap_blocks),
         lower_blocks,
         saved_blocks,
-        new_tokens,
+        count_prefill_tokens,
         free_slots,
         judged,
         fit,
@@ -217,6 +226,10 @@ def snapshot(
         conversation,
         prefill,
     )
+
+
+def _uncached_tokens(prompt_tokens: int, saved_blocks: Column, block_size: int) -> Column:
+    return np.maximum(prompt_tokens - saved_blocks * block_size, 0)
 
 
 def saved_by_loading(request: RequestContext) -> Amounts:
@@ -311,11 +324,12 @@ def context_of(
     pool, options, is_kept = request.pool, request.options, _is_kept(candidates, request, now)
     size = pool.booked_load.block_size
     worker_set, loads = candidates.worker_set, candidates.loads
-    overlap_blocks, new_prefill_tokens = candidates.saved_blocks, candidates.new_prefill_tokens
+    overlap_blocks, count_prefill_tokens = candidates.saved_blocks, candidates.count_prefill_tokens
     if candidates.prefill is not None:
         # What a prefill worker computes costs its rank no more than the transfer.
-        new_prefill_tokens = candidates.prefill.weighed_tokens
-        overlap_blocks = (request.prompt.tokens - new_prefill_tokens) // size
+        weighed_tokens = candidates.prefill.weighed_tokens
+        count_prefill_tokens = partial(np.asarray, weighed_tokens)
+        overlap_blocks = (request.prompt.tokens - weighed_tokens) // size
     every = SchedulingContext(
         prompt_tokens=request.prompt.tokens,
         block_size=size,
@@ -324,7 +338,7 @@ def context_of(
         previous=pool.previous.get(options.mode),
         ranks=worker_set.ranks,
         overlap_blocks=overlap_blocks,
-        new_prefill_tokens=new_prefill_tokens,
+        count_prefill_tokens=count_prefill_tokens,
         loads=loads,
         queued_blocks=worker_set.column(queued_tokens) // size if queued_tokens else worker_set.zeros,
         free_slots=candidates.free_slots,

@@ -23,8 +23,8 @@ from kvrouter.scheduler.policies.interface import (
     Policy,
     SchedulingContext,
     Wait,
+    any_of,
     draw,
-    largest,
     rank_label,
 )
 from numpy.typing import NDArray
@@ -117,7 +117,7 @@ class ForecastPolicy(Policy):
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses the cheapest rank with a free slot, or returns a Wait for it if it has no room."""
         slots, is_kept = context.free_slots, context.is_kept
-        is_limited = bool(largest(is_kept))
+        is_limited = any_of(is_kept)
         rows, open_ranks, cheapest = weigh_candidates(context, np.where(is_kept, 0.0, slots) if is_limited else slots)
         index = draw(cheapest, rng)
         weighed: Weighed[float] = Weighed(*rows[:-1, index].tolist())
