@@ -154,7 +154,7 @@ class Pools:
             UnknownComponent: no component has the name.
         """
         try:
-            pool = self.get(_component_name(namespace, name))
+            pool = self._current().get(_component_name(namespace, name))
         except InvalidName:
             pool = None
         if pool is None:
