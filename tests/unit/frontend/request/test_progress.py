@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 from kvrouter.frontend.metrics import MetricsByModel
 from kvrouter.frontend.request.progress import Progress
-from kvrouter.frontend.schedulers.booking_updates import LiveBooking
+from kvrouter.frontend.schedulers.booking_updates import BookingUpdates, LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.v1.common_pb2 import BookingKey, LowerTiers
@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 class Link:
     def __init__(self) -> None:
+        self.updates = BookingUpdates("s", "c")
         self.reported: list[int] = []
         self.prefills = 0
         self.freed: list[int | None] = []
@@ -29,8 +30,7 @@ class Link:
         self.prefills += 1
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
-        assert booking.fills_block(output_tokens), "a report that the link would drop"
-        booking.output_tokens = output_tokens
+        assert self.updates.report_output(booking, output_tokens), "a report that the link would drop"
         self.reported.append(output_tokens)
 
     def free(self, _: LiveBooking, cached_tokens: int | None, *, prefill_complete: bool, **further: object) -> None:
@@ -71,9 +71,8 @@ def test_every_block_that_output_fills_is_reported_and_every_token_is_counted(
     expected, reference, total = [], fresh(), 0
     for size in sizes:
         total += size
-        if size and reference.fills_block(total):
+        if size and link.updates.report_output(reference, total):
             expected.append(total)
-            reference.output_tokens = total
         progress.pass_on(DetailedOutput(size, range(size)))
     progress.end()
     assert link.reported == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 from kvrouter.core import local_hashes
-from kvrouter.frontend.schedulers.booking_updates import LiveBooking
+from kvrouter.frontend.schedulers.booking_updates import BookingUpdates, LiveBooking
 from kvrouter.frontend.schedulers.scheduler_choice import rendezvous
 from kvrouter.v1.common_pb2 import BookingKey, Rank
 from kvrouter.v1.names import ComponentName
@@ -32,11 +32,12 @@ def test_a_reassertion_contains_the_booking_and_its_progress() -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 100), st.integers(1, 50))
-def test_a_block_is_filled_when_the_count_of_blocks_rises(prompt: int, before: int, more: int) -> None:
-    live = booking(prompt, 0)
-    live.output_tokens = before
+def test_output_is_reported_when_the_count_of_blocks_rises(prompt: int, before: int, more: int) -> None:
+    live, updates = booking(prompt, 0), BookingUpdates("s", "c")
+    updates.report_output(live, before)
     blocks = lambda tokens: (tokens + 15) // 16  # noqa: E731
-    assert live.fills_block(before + more) == (blocks(prompt + before + more) > blocks(prompt + before))
+    is_reported = updates.report_output(live, before + more) is not None
+    assert is_reported == (blocks(prompt + before + more) > blocks(prompt + before))
 
 
 @given(st.sets(st.text("abcdef0123", min_size=1), min_size=1), st.data())

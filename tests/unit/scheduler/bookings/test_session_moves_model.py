@@ -98,9 +98,9 @@ class Client:
         stream = self.stream
         if stream is None or not stream.open or (stream.unanswered and not all_of_them):
             return
-        while (request := self.updates.next_call()) is not None:
+        while self.updates.unsent:
             stream.unanswered += 1
-            stream.requests.append(request)
+            stream.requests.append(self.updates.next_call())
 
     def select(self, name: str) -> None:
         if self.stream is None or not self.stream.open:
@@ -116,7 +116,7 @@ class Client:
         if name in self.sent:
             self.updates.free(key_of(key), FreeRequest(booking=key))
             self.send()
-        self.updates.selected(key_of(key))
+        del self.updates.selecting[key_of(key)]
 
     def finish(self, name: str) -> None:
         key = self.live.pop(name).key
@@ -144,8 +144,8 @@ class Client:
                 key = self.waiting.pop(name)
                 booking = LiveBooking.of(key, response, prompt(2).local_hashes, 2 * BLOCK, BLOCK)
                 self.live[name] = booking
-                self.updates.keep(booking)
-                self.updates.selected(key_of(key))
+                self.updates.live[booking.name] = booking
+                del self.updates.selecting[key_of(key)]
 
 
 class Moves(RuleBasedStateMachine):
@@ -197,7 +197,7 @@ class Moves(RuleBasedStateMachine):
         self.made += 1
         name = f"{client.name}-{self.made}"
         client.waiting[name] = BookingKey(request_id=name, stage=Stage.STAGE_WHOLE)
-        client.updates.select(client.waiting[name])
+        client.updates.selecting[key_of(client.waiting[name])] = client.waiting[name]
         client.select(name)
         if catches_up:
             self.catch_up(which)

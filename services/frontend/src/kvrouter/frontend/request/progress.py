@@ -123,8 +123,6 @@ class Progress:
         """Times of the first and the latest output, by ``time.perf_counter_ns``; 0 before."""
         self._counted_tokens = 0
         """Output tokens the metric includes."""
-        self._room = -booking.prompt_tokens % booking.block_size
-        """Output tokens that fit into the booked blocks."""
 
     def pass_on(self, output: Output) -> None:
         """Passes a piece of the output on. Runs for every token, so it defers most work to full blocks."""
@@ -142,7 +140,7 @@ class Progress:
             self.output_tokens = output_tokens = self.output_tokens + tokens
             if self._keep is not None:
                 self._keep(output.token_ids)
-            if output_tokens > self._room and not output.finish_reason:
+            if output_tokens > self._booking.room and not output.finish_reason:
                 self._report()
         if output.cached_tokens is not None and self.cached_tokens is None:
             self.cached_tokens, self.lower_cached_tokens = output.cached_tokens, output.lower_cached_tokens
@@ -181,9 +179,7 @@ class Progress:
 
     def _report(self) -> None:
         """Reports the need of a further block."""
-        booking = self._booking
-        self._link.report_output(booking, self.output_tokens)
-        self._room = self.output_tokens + -(booking.prompt_tokens + self.output_tokens) % booking.block_size
+        self._link.report_output(self._booking, self.output_tokens)
         self._count()
         if self._kept is not None:
             self._kept.compact()

@@ -9,9 +9,9 @@ again until a Scheduler has acknowledged them.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 import grpc
+import msgspec
 import structlog
 from kvrouter.core import sequence_hashes
 from kvrouter.runtime.requests import add_sequence_hashes
@@ -27,8 +27,7 @@ def key_of(booking: BookingKey) -> Key:
     return (booking.request_id, booking.attempt, booking.stage)
 
 
-@dataclass(slots=True)
-class LiveBooking:
+class LiveBooking(msgspec.Struct):
     """A live booking, with the progress of its request."""
 
     key: BookingKey
@@ -36,12 +35,14 @@ class LiveBooking:
     """The same as a hashable value."""
     component: Component
     rank: Rank
-    local_hashes: bytes = field(repr=False)
+    local_hashes: bytes
     """Packed u64, one for each full block of the prompt."""
     prompt_tokens: int
     prefill_tokens: int
     """Prompt tokens the rank had to compute when the request was booked."""
     block_size: int
+    room: int
+    """Output tokens that fit into its blocks so far."""
     sequences: int = 1
     """Number of sequences that the engine generates from the prompt."""
     prefill_complete: bool = False
@@ -69,6 +70,7 @@ class LiveBooking:
             if selection.HasField("prefill_tokens")
             else max(0, prompt_tokens - selection.overlap_blocks * block_size),
             block_size=block_size,
+            room=-prompt_tokens % block_size,
             sequences=sequences,
         )
 
@@ -76,11 +78,6 @@ class LiveBooking:
     def predicted_cached_tokens(self) -> int:
         """Prompt tokens the Scheduler expected in the rank's cache."""
         return max(0, self.prompt_tokens - self.prefill_tokens)
-
-    def fills_block(self, output_tokens: int) -> bool:
-        """Returns whether the request needs a further block after that many output tokens."""
-        blocks = -(-(self.prompt_tokens + output_tokens) // self.block_size)
-        return blocks > -(-(self.prompt_tokens + self.output_tokens) // self.block_size)
 
     def to_reassert(self) -> pb.ReassertBooking:
         """Returns the message that re-asserts the booking at another Scheduler."""
@@ -114,22 +111,20 @@ class BookingUpdates:
         self._client_name = client_name
         self.opening_number = 0
         """Number of the last opening."""
-        self._live: dict[Key, LiveBooking] = {}
-        self._selecting: dict[Key, BookingKey] = {}
+        self.live: dict[Key, LiveBooking] = {}
+        """Live bookings by name."""
+        self.selecting: dict[Key, BookingKey] = {}
+        """Keys that running selections may book. The caller keeps or frees the booking in the step that removes it."""
         self._first = 1
         """Number of the oldest unacknowledged update."""
         self._sent: deque[pb.BookingUpdate] = deque()
         """Sent and unacknowledged updates."""
-        self._unsent: deque[pb.BookingUpdate] = deque()
+        self.unsent: deque[pb.BookingUpdate] = deque()
         """Updates following those."""
         self._asserting: dict[int, Key] = {}
         """Re-asserts without acknowledgement, by number."""
-        self._refused: set[Key] = set()
-
-    @property
-    def live(self) -> int:
-        """Number of live bookings."""
-        return len(self._live)
+        self.refused: set[Key] = set()
+        """Bookings the current Scheduler refused, to be re-asserted."""
 
     @property
     def asserting(self) -> int:
@@ -137,33 +132,28 @@ class BookingUpdates:
         return len(self._asserting)
 
     @property
-    def refused(self) -> int:
-        """Number of bookings the current Scheduler refused, to be re-asserted."""
-        return len(self._refused)
-
-    @property
     def waiting(self) -> int:
         """Number of unacknowledged updates."""
-        return len(self._sent) + len(self._unsent)
+        return len(self._sent) + len(self.unsent)
 
     @property
     def overflowed(self) -> bool:
         """Whether too many updates wait for their acknowledgement. The next opening drops those it replaces."""
-        return self.waiting > MAX_UPDATES
+        return len(self._sent) + len(self.unsent) > MAX_UPDATES
 
     def opening(self) -> pb.OpenSessionRequest:
         """Returns the call that opens the session again. Earlier calls will not be answered any more."""
         self.opening_number += 1
         self._asserting.clear()
-        self._refused.clear()
+        self.refused.clear()
         self._send_again()
         if self.overflowed:
             # The opening and the re-asserts say everything else.
-            self._first += len(self._unsent)
-            self._unsent = deque(update for update in self._unsent if update.HasField("free"))
-        keys = [booking.key for booking in self._live.values()]
+            self._first += len(self.unsent)
+            self.unsent = deque(update for update in self.unsent if update.HasField("free"))
+        keys = [booking.key for booking in self.live.values()]
         # A Scheduler may have booked these already. If it freed them now, it would refuse the repeated selection.
-        keys += (key for name, key in self._selecting.items() if name not in self._live)
+        keys += (key for name, key in self.selecting.items() if name not in self.live)
         return pb.OpenSessionRequest(
             session_id=self._session_id,
             client_name=self._client_name,
@@ -174,10 +164,10 @@ class BookingUpdates:
 
     def opened(self, response: pb.OpenSessionResponse) -> None:
         """Starts an opening: lost updates are sent again, and then each live booking is re-asserted."""
-        while self._unsent and self._first <= response.acknowledged:
-            self._unsent.popleft()
+        while self.unsent and self._first <= response.acknowledged:
+            self.unsent.popleft()
             self._first += 1
-        for key in self._live:
+        for key in self.live:
             self._reassert(key)
 
     def closing(self) -> pb.CloseSessionRequest:
@@ -190,24 +180,10 @@ class BookingUpdates:
 
     def assert_refused(self) -> int:
         """Adds re-asserts of the bookings the Scheduler refused before. Returns how many."""
-        refused, self._refused = self._refused & self._live.keys(), set()
+        refused, self.refused = self.refused & self.live.keys(), set()
         for key in refused:
             self._reassert(key)
         return len(refused)
-
-    def select(self, key: BookingKey) -> Key:
-        """Records a selection that may book this key from now on. Returns its name."""
-        name = key_of(key)
-        self._selecting[name] = key
-        return name
-
-    def selected(self, name: Key) -> None:
-        """Records the end of a selection. The caller keeps or frees its booking in the same step."""
-        self._selecting.pop(name, None)
-
-    def keep(self, booking: LiveBooking) -> None:
-        """Stores a booking until it is freed."""
-        self._live[booking.name] = booking
 
     def prefill_complete(self, booking: LiveBooking, handover_us: int | None = None) -> pb.BookingUpdate:
         """Marks the prompt as computed and returns the update that reports it. ``handover_us`` as in the contract."""
@@ -217,28 +193,27 @@ class BookingUpdates:
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> pb.BookingUpdate | None:
         """Sets the number of output tokens. Returns an update only if the request needs a further block."""
-        fills = booking.fills_block(output_tokens)
         booking.output_tokens = output_tokens
-        if not fills:
+        if output_tokens <= booking.room:
             return None
+        booking.room = output_tokens + -(booking.prompt_tokens + output_tokens) % booking.block_size
         return pb.BookingUpdate(output=pb.ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
 
     def free(self, name: Key, freeing: pb.FreeRequest) -> None:
         """Ends a booking, and adds the update that frees it."""
-        self._live.pop(name, None)
-        self._unsent.append(pb.BookingUpdate(free=freeing))
+        self.live.pop(name, None)
+        self.unsent.append(pb.BookingUpdate(free=freeing))
 
     def add(self, update: pb.BookingUpdate) -> None:
         """Adds an update to those to be sent."""
-        self._unsent.append(update)
+        self.unsent.append(update)
 
-    def next_call(self) -> pb.UpdateBookingsRequest | None:
-        """Returns the next call with updates to send, as many as fit; None if there are none."""
-        unsent, sent = self._unsent, self._sent
-        if not unsent:
-            return None
-        request = self.heartbeat()
-        request.first_number = self._first + len(sent)
+    def next_call(self) -> pb.UpdateBookingsRequest:
+        """Returns the next call with updates to send, as many as fit."""
+        unsent, sent = self.unsent, self._sent
+        request = pb.UpdateBookingsRequest(
+            session_id=self._session_id, opening_number=self.opening_number, first_number=self._first + len(sent)
+        )
         updates, size = request.updates, 0
         while unsent and size < BATCH_BYTES:
             update = unsent.popleft()
@@ -268,16 +243,16 @@ class BookingUpdates:
             self._send_again()
 
     def _send_again(self) -> None:
-        self._sent.extend(self._unsent)
-        self._sent, self._unsent = deque(), self._sent
+        self._sent.extend(self.unsent)
+        self._sent, self.unsent = deque(), self._sent
 
     def _reassert(self, key: Key) -> None:
-        self._asserting[self._first + len(self._sent) + len(self._unsent)] = key
-        self.add(pb.BookingUpdate(reassert=self._live[key].to_reassert()))
+        self._asserting[self._first + len(self._sent) + len(self.unsent)] = key
+        self.add(pb.BookingUpdate(reassert=self.live[key].to_reassert()))
 
     def _note_refusal(self, key: Key, refused: pb.RefusedUpdate) -> None:
         if refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
             # A repetition would be refused as well. The Scheduler does not account for this load until it ends.
             log.error("booking.refused", request_id=key[0], cause=refused.message)
             return
-        self._refused.add(key)
+        self.refused.add(key)

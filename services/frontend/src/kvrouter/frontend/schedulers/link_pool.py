@@ -20,7 +20,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 from kvrouter.core import sequence_hashes
@@ -80,9 +82,8 @@ class SchedulerLinks:
         # A restarted Frontend with the same id does not own its former bookings, so its sessions need other ids.
         self._session_prefix = f"{instance_id}.{secrets.token_hex(4)}"
         self._heartbeat_timeout = heartbeat_timeout_seconds
-        self._sharded = sharding
         self._clock = clock
-        self._components: dict[ComponentName, _Component] = {}
+        self._components: defaultdict[ComponentName, _Component] = defaultdict(partial(_Component, sharding))
         self._group: asyncio.TaskGroup | None = None
 
     @property
@@ -104,7 +105,7 @@ class SchedulerLinks:
     def ready(self) -> bool:
         """Returns whether the link of every component with workers is ready."""
         components = self._directory.components.items()
-        links = [self._component(name).links.get(_WHOLE) for name, view in components if view.workers]
+        links = [self._components[name].links.get(_WHOLE) for name, view in components if view.workers]
         return all(link is not None and link.ready for link in links)
 
     def link(self, name: ComponentName, local_hashes: bytes, conversation_id: str = "") -> SchedulerLink:
@@ -118,11 +119,11 @@ class SchedulerLinks:
         Raises:
             DependencyAway: ``run`` is not running, because this Frontend is starting or stopping.
         """
-        component = self._component(name)
+        component = self._components[name]
         shard = _WHOLE
         if self._is_sharded(component):
             shard = component.split.shard(sequence_hashes(local_hashes), conversation_id)
-        return self._link(name, component, shard)
+        return component.links.get(shard) or self._open(name, component, shard)
 
     def schedulers(self) -> list[Scheduler]:
         """Returns every live Scheduler."""
@@ -151,7 +152,8 @@ class SchedulerLinks:
             try:
                 while True:
                     for name in self._directory.components:
-                        self._link(name, self._component(name), _WHOLE)
+                        if _WHOLE not in (component := self._components[name]).links:
+                            self._open(name, component, _WHOLE)
                     await self._directory.changed()
             finally:
                 self._group = None
@@ -161,33 +163,23 @@ class SchedulerLinks:
         link = None if known is None else known.links.get(_WHOLE)
         return self._source.pick(name, () if link is None else link.avoided)
 
-    def _component(self, name: ComponentName) -> _Component:
-        component = self._components.get(name)
-        if component is None:
-            component = self._components[name] = _Component(self._sharded)
-        return component
-
     def _is_sharded(self, component: _Component) -> bool:
-        return self._source.count() > 1 and component.sharding.active(self._clock())
+        return component.sharding.active(self._clock()) and self._source.count() > 1
 
-    def _link(self, name: ComponentName, component: _Component, shard: int) -> SchedulerLink:
-        link = component.links.get(shard)
-        if link is None:
-            if self._group is None:
-                raise DependencyAway(f"this Frontend has no link to a Scheduler of {name}: it is starting or stopping")
-            link = component.links[shard] = SchedulerLink(
-                name,
-                self._source,
-                session_id=f"{self._session_prefix}.{name.name}" + (f".{shard}" if shard else ""),
-                client_name=self._instance_id,
-                shard=shard,
-                heartbeat_timeout_seconds=self._heartbeat_timeout,
-                tenant=self._tenant,
-                on_sharding_advised=lambda: component.sharding.advise(self._clock()),
-            )
-            self._group.create_task(
-                link.run(), name=f"scheduler-link {name} {shard}", context=trace_context.background()
-            )
+    def _open(self, name: ComponentName, component: _Component, shard: int) -> SchedulerLink:
+        if self._group is None:
+            raise DependencyAway(f"this Frontend has no link to a Scheduler of {name}: it is starting or stopping")
+        link = component.links[shard] = SchedulerLink(
+            name,
+            self._source,
+            session_id=f"{self._session_prefix}.{name.name}" + (f".{shard}" if shard else ""),
+            client_name=self._instance_id,
+            shard=shard,
+            heartbeat_timeout_seconds=self._heartbeat_timeout,
+            tenant=self._tenant,
+            on_sharding_advised=lambda: component.sharding.advise(self._clock()),
+        )
+        self._group.create_task(link.run(), name=f"scheduler-link {name} {shard}", context=trace_context.background())
         return link
 
 

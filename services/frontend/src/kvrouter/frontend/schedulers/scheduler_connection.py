@@ -15,6 +15,7 @@ from kvrouter.runtime.rpc import call_stream_client, remote_on_call_stream
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.errors import Internal, KvRouterError
 
+_NEVER = Deadline.never()
 _DESCRIPTOR = pb.DESCRIPTOR.services_by_name["SchedulerService"]
 _UPDATE = f"{_DESCRIPTOR.full_name}/UpdateBookings"
 _CLOSE = f"{_DESCRIPTOR.full_name}/CloseSession"
@@ -72,12 +73,12 @@ class LocalConnection:
         Raises:
             KvRouterError: it was not opened.
         """
-        return self.scheduler.open_session(request, deadline=Deadline.never())
+        return self.scheduler.open_session(request, deadline=_NEVER)
 
     def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:
         """Applies updates, and passes the response on."""
         try:
-            response = self.scheduler.update_bookings(request, deadline=Deadline.never())
+            response = self.scheduler.update_bookings(request, deadline=_NEVER)
         except KvRouterError as error:
             answer(error)
         else:
@@ -85,7 +86,7 @@ class LocalConnection:
 
     def close_session(self, request: pb.CloseSessionRequest) -> None:
         """Closes a session."""
-        self.scheduler.close_session(request, deadline=Deadline.never())
+        self.scheduler.close_session(request, deadline=_NEVER)
 
     async def lost(self) -> None:
         """Never returns."""
@@ -118,7 +119,7 @@ class StreamConnection:
         Raises:
             KvRouterError: it was not opened.
         """
-        opening = self.scheduler.open_session(request, deadline=Deadline.never())
+        opening = self.scheduler.open_session(request, deadline=_NEVER)
         return opening if isinstance(opening, pb.OpenSessionResponse) else await opening
 
     def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:

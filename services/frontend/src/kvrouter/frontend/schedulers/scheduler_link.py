@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
-from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates, Key, LiveBooking
+from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates, Key, LiveBooking, key_of
 from kvrouter.frontend.schedulers.scheduler_choice import SchedulerChoice, SchedulerSource
 from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection
 from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
@@ -112,6 +113,7 @@ class SchedulerLink:
         """The session, while it is open."""
         self._sending: asyncio.Handle | None = None
         """Sends the updates of this step of the event loop."""
+        self._background = trace_context.background()
         self._is_open = asyncio.Event()
         self._failover_until = 0.0
         self._refusal = asyncio.Event()
@@ -125,7 +127,7 @@ class SchedulerLink:
     @property
     def live_bookings(self) -> int:
         """Number of bookings not yet freed."""
-        return self._updates.live
+        return len(self._updates.live)
 
     @property
     def waiting_updates(self) -> int:
@@ -152,12 +154,14 @@ class SchedulerLink:
         sent = False
         if self._tenant is not None:
             request.tenant, request.tenant_weight = self._tenant()
-        name = self._updates.select(request.booking)
+        name = key_of(request.booking)
+        self._updates.selecting[name] = request.booking
         try:
             while (session := self._session or await self._wait_session(deadline)) is not None:
                 sent = True
                 try:
-                    self._send_updates(session)
+                    if self._updates.unsent:
+                        self._send_updates(session)
                     selected = await session.answer(self._call(session, request, deadline), deadline)
                 except SelectionUnanswered:
                     if session.has_ended:
@@ -182,7 +186,7 @@ class SchedulerLink:
                 self._release(name, request.booking)
             raise
         finally:
-            self._updates.selected(name)
+            self._updates.selecting.pop(name, None)
 
     async def book(
         self, key: BookingKey, routing: RoutingRequest, hashes: bytes, *, arrived_unix_ns: int = 0, deadline: Deadline
@@ -223,7 +227,7 @@ class SchedulerLink:
         remaining = deadline.remaining()
         request.session_id, request.opening_number = self._session_id, self._updates.opening_number
         if remaining is not None:
-            request.time_left_ms = max(0, int(remaining * 1e3))
+            request.time_left_ms = int(remaining * 1e3)
         limit = Deadline.after(_LONGEST_SELECTION_SECONDS)
         call = session.connection.scheduler.select_worker(request, deadline=limit)
         return _traced(call) if is_recording() else call
@@ -239,7 +243,7 @@ class SchedulerLink:
 
     def keep(self, booking: LiveBooking) -> None:
         """Stores a booking until it is freed, to re-assert it at another Scheduler."""
-        self._updates.keep(booking)
+        self._updates.live[booking.name] = booking
 
     def prefill_complete(self, booking: LiveBooking, *, handover_us: int | None = None) -> None:
         """Reports a computed prompt. Does not wait.
@@ -300,11 +304,11 @@ class SchedulerLink:
         They are sent when the current message from a worker is processed, since it may cause updates of many requests.
         """
         session = self._session
-        if session is None:
+        if session is None or not self._updates.unsent:
             return
         if not session.unanswered:
             if self._sending is None:
-                self._sending = asyncio.get_running_loop().call_soon(self._flush, context=trace_context.background())
+                self._sending = asyncio.get_running_loop().call_soon(self._flush, context=self._background)
         else:
             self._end_if_overflowed(session)
 
@@ -317,7 +321,8 @@ class SchedulerLink:
         if session is not None:
             if not session.unanswered:
                 self._send_updates(session)
-            self._end_if_overflowed(session)
+            if session.unanswered:
+                self._end_if_overflowed(session)
 
     def _end_if_overflowed(self, session: Session) -> None:
         if self._updates.overflowed:
@@ -327,13 +332,13 @@ class SchedulerLink:
     def _send_updates(self, session: Session) -> None:
         # A Scheduler in this process answers before the next call is made.
         session.unanswered += 1
-        while session is self._session and (request := self._updates.next_call()) is not None:
-            self._send_call(session, request)
+        while session is self._session and self._updates.unsent:
+            self._send_call(session, self._updates.next_call())
         session.unanswered -= 1
 
     def _send_call(self, session: Session, request: pb.UpdateBookingsRequest) -> None:
         session.unanswered += 1
-        session.connection.update_bookings(request, lambda answer: self._answered(session, answer))
+        session.connection.update_bookings(request, partial(self._answered, session))
 
     def _answered(self, session: Session, answer: pb.UpdateBookingsResponse | KvRouterError) -> None:
         session.unanswered -= 1
