@@ -80,19 +80,20 @@ class MetricsByModel:
             for tier, where in zip(LOWER_TIER_NAMES, ("host memory", "disk", "shared storage"), strict=True)
         }
         self.output_tokens = counter("kvrouter_frontend_output_tokens", "Output tokens sent to clients.")
-        self._models: dict[str, ModelMetrics] = {}
+        self.models: dict[str, ModelMetrics] = {}
+        """The metrics of each model that has some."""
 
     def label(self, model: str) -> str:
         """Returns the label of a served model: its name, or ``OTHER_MODELS`` if there are too many."""
-        return model_label(model, self._models)
+        return model_label(model, self.models)
 
     def of(self, model: str) -> ModelMetrics:
         """Returns the metrics of a served model."""
-        found = self._models.get(model)
+        found = self.models.get(model)
         if found is None:
             label = self.label(model)
-            found = self._models.get(label) or ModelMetrics(self, label)
-            self._models[label] = found
+            found = self.models.get(label) or ModelMetrics(self, label)
+            self.models[label] = found
         return found
 
 
@@ -183,4 +184,4 @@ class FrontendMetrics:
 
     def ended(self, model: str, code: str) -> Count:
         """Returns the count of requests for a served model, with an outcome."""
-        return self.requests.of(self.models.label(model), code)
+        return self.requests.of(model if model in self.models.models else self.models.label(model), code)

@@ -47,9 +47,11 @@ def hash_prompt(
     ``known`` has the hashes of the first blocks, which are not hashed again.
     """
     blocks = len(known) // _HASH_BYTES
+    multimodal: Sequence[tuple[int, int]] = ()
+    if media := request.multimodal_hashes:
+        content = content_in_blocks(media, block_size)
+        multimodal = [(block - blocks, content_hash) for block, content_hash in content if block >= blocks]
     scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
-    content = content_in_blocks(request.multimodal_hashes, block_size)
-    multimodal = [(block - blocks, content_hash) for block, content_hash in content if block >= blocks]
     return known + local_hashes(prompt[blocks * block_size * TOKEN_BYTES :], block_size, scope, multimodal)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.net.backoff import Backoff
 from kvrouter.runtime.deadline import Deadline
@@ -60,7 +61,7 @@ _MAX_NOT_TAKEN = 16
 """Attempts that their worker does not take and that cost nothing; bounds the changes between pools of such workers."""
 
 
-class AttemptBudget:
+class AttemptBudget(msgspec.Struct, kw_only=True):
     """Counts the failures of one request: attempts without output, and migrations.
 
     A failure without output costs an attempt, and the request is retried. A failure after output costs a migration: the
@@ -69,29 +70,25 @@ class AttemptBudget:
     one an operator drains. Deaths of workers are counted besides, by ``RequestDeaths``.
     """
 
-    def __init__(self, *, max_attempts: int, migration_limit: int, pinned: bool, migration_blocker: str = "") -> None:
-        """Sets the limits.
-
-        Args:
-            max_attempts: Maximum number of attempts in a row without output.
-            migration_limit: Maximum number of migrations.
-            pinned: Whether one worker alone may serve the request.
-            migration_blocker: Why the request cannot migrate once it has output; empty if it can.
-        """
-        self.migrations = 0
-        """Migrations so far, those from drained workers included."""
-        self.silent_worker_id: int | None = None
-        """Worker the latest attempt left because it stopped answering."""
-        self._max_attempts = max_attempts
-        self._migration_limit = migration_limit
-        self._pinned = pinned
-        self._migration_blocker = "the request is pinned to its worker" if pinned else migration_blocker
-        self._failed_attempts = 0
-        """Failed attempts since the last output. A repeated return to the same silent worker does not count: the
-        Scheduler may discover another worker later than this Frontend does."""
-        self._failed_migrations = 0
-        """Migrations that count against the limit."""
-        self._not_taken = 0
+    max_attempts: int
+    """Maximum number of attempts in a row without output."""
+    migration_limit: int
+    """Maximum number of migrations."""
+    pinned: bool
+    """Whether one worker alone may serve the request."""
+    migration_blocker: str = ""
+    """Why the request cannot migrate once it has output; empty if it can."""
+    migrations: int = 0
+    """Migrations so far, those from drained workers included."""
+    silent_worker_id: int | None = None
+    """Worker the latest attempt left because it stopped answering."""
+    failed_attempts: int = 0
+    """Failed attempts since the last output. A repeated return to the same silent worker does not count: the
+    Scheduler may discover another worker later than this Frontend does."""
+    failed_migrations: int = 0
+    """Migrations that count against the limit."""
+    not_taken: int = 0
+    """Attempts in a row that no worker took."""
 
     def allows(self, *, with_output: bool, is_drained: bool = False) -> bool:
         """Returns whether a further attempt may follow if the running one fails with or without output.
@@ -100,7 +97,7 @@ class AttemptBudget:
         """
         if with_output:
             return not self.migration_refusal(is_drained=is_drained)
-        return not self._pinned and self._failed_attempts + 1 < self._max_attempts
+        return not self.pinned and self.failed_attempts + 1 < self.max_attempts
 
     def allows_after(self, failure: WorkerFailure, *, with_output: bool) -> bool:
         """Returns whether a further attempt may follow a failure of the running one."""
@@ -108,32 +105,34 @@ class AttemptBudget:
         return allowed or (not with_output and self._is_free(failure))
 
     def _is_free(self, failure: WorkerFailure) -> bool:
-        return failure.not_taken and not self._pinned and self._not_taken < _MAX_NOT_TAKEN
+        return failure.not_taken and not self.pinned and self.not_taken < _MAX_NOT_TAKEN
 
     def waited(self) -> None:
         """Records that the request has waited for its workers to start again: all may be tried anew."""
-        self._not_taken = 0
+        self.not_taken = 0
 
     def migration_refusal(self, *, is_drained: bool = False) -> str:
         """Returns why the request cannot migrate; empty if it can."""
-        if not self._migration_limit:
+        if not self.migration_limit:
             return "its migration limit is 0"
-        if self._migration_blocker:
-            return self._migration_blocker
-        if not is_drained and self._failed_migrations >= self._migration_limit:
-            return f"it has migrated {self._failed_migrations} times, its limit"
+        if self.pinned:
+            return "the request is pinned to its worker"
+        if self.migration_blocker:
+            return self.migration_blocker
+        if not is_drained and self.failed_migrations >= self.migration_limit:
+            return f"it has migrated {self.failed_migrations} times, its limit"
         return ""
 
     def failed(self, failure: WorkerFailure, *, with_output: bool) -> None:
         """Counts a failed attempt before another one."""
         if with_output:
             self.migrations += 1
-            self._failed_migrations += not failure.is_drained
-            self._failed_attempts = 0
+            self.failed_migrations += not failure.is_drained
+            self.failed_attempts = 0
         elif self._is_free(failure):
-            self._not_taken += 1
+            self.not_taken += 1
         elif failure.worker_id != self.silent_worker_id:
-            self._failed_attempts += 1
+            self.failed_attempts += 1
         self.silent_worker_id = failure.worker_id if failure.is_silent else None
 
 

@@ -15,67 +15,11 @@ from kvrouter.runtime.requests import content_in_blocks, set_local_hashes
 from kvrouter.v1.common_pb2 import AvoidedWorker, KvSource, Rank, RoutingRequest, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn, RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
-from kvrouter.v1.worker_pb2 import SamplingOptions, TransferParams, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
 
 # Reading one from its enum takes over a microsecond.
 _WHOLE, _DECODE = Stage.STAGE_WHOLE, Stage.STAGE_DECODE
 _ON_LOAD, _ON_TOKENS = RoutedOn.ROUTED_ON_LOAD, RoutedOn.ROUTED_ON_TOKENS
-
-
-def routing_info(
-    request_id: str,
-    booking: LiveBooking,
-    selection: SelectWorkerResponse,
-    *,
-    added_us: int,
-    earlier_ranks: Sequence[Rank],
-    migrations: int,
-    sampling: SamplingOptions,
-    prefill: PrefillStage | None,
-) -> RoutingInfo:
-    """Returns how an attempt was routed.
-
-    Args:
-        request_id: The client's id of the request.
-        booking: The booking of the attempt.
-        selection: The decision.
-        added_us: Time since the arrival of the request or the failure of the worker before, microseconds.
-        earlier_ranks: Ranks of the attempts before.
-        migrations: Migrations before.
-        sampling: Its sampling options, which say whether the output of a continuation may differ.
-        prefill: The prefill stage; None if the pool is not disaggregated.
-    """
-    routing = RoutingInfo(
-        request_id=request_id,
-        rank=selection.rank,
-        component=selection.component,
-        attempt=booking.key.attempt,
-        predicted_overlap_blocks=selection.overlap_blocks,
-        prompt_blocks=selection.prompt_blocks,
-        decision_id=selection.decision_id,
-        load_only=selection.load_only,
-        routed_on=_ON_LOAD if selection.load_only else _ON_TOKENS,
-        router_us=added_us,
-        queued_us=selection.queued_us,
-        mode=selection.mode,
-        model_choice=choice_text(),
-    )
-    if selection.HasField("lower_blocks"):
-        routing.predicted_lower_blocks.CopyFrom(selection.lower_blocks)
-    if selection.HasField("kv_source"):
-        routing.kv_source.CopyFrom(selection.kv_source)
-    if selection.ignored_overrides:
-        routing.ignored_overrides.extend(selection.ignored_overrides)
-    if earlier_ranks:
-        routing.earlier_ranks.extend(earlier_ranks)
-        routing.migrations = migrations
-        routing.inexact_continuation = migrations > 0 and is_inexact(sampling)
-    if prefill is not None:
-        routing.prefill_reason = prefill.reason
-        routing.prefill_us = prefill.spent_ns // 1000
-        if prefill.rank is not None:
-            routing.prefill_rank.CopyFrom(prefill.rank)
-    return routing
 
 
 def routing_request(
@@ -143,7 +87,7 @@ class AttemptInput:
         """Hashes of the prompt the client sent."""
         self.hashes = self.client_hashes
         """Hashes of the prompt."""
-        self.routing = self._routing_in(view)
+        self.routing = routing_request(request, view, self.hashes, self.client_prompt_tokens, is_estimated=is_estimated)
         """The Scheduler's request."""
         self._never = list(self.routing.constraints.excluded_worker_ids)
         """Workers of the pool no attempt may use."""
@@ -160,12 +104,11 @@ class AttemptInput:
         client_prompt = self.prompt[: self.client_prompt_tokens * TOKEN_BYTES]
         self.client_hashes = hash_prompt(client_prompt, self._request, self.block_size)
         self.hashes = hash_prompt(self.prompt, self._request, self.block_size, known=self.client_hashes)
-        self.routing = self._routing_in(view)
+        self.routing = routing_request(
+            self._request, view, self.hashes, self.prompt_tokens, is_estimated=self._is_estimated
+        )
         self.routing.max_output_tokens = self._stop.max_tokens
         self._never = list(self.routing.constraints.excluded_worker_ids)
-
-    def _routing_in(self, view: ComponentView) -> RoutingRequest:
-        return routing_request(self._request, view, self.hashes, self.prompt_tokens, is_estimated=self._is_estimated)
 
     def append_output(self, output: bytes) -> None:
         """Puts all output so far, a packed buffer, at the end of the prompt the client sent."""
@@ -227,6 +170,61 @@ class AttemptInput:
             for_worker.transfer_params.CopyFrom(transfer_params)
         elif kv_source is not None:
             for_worker.kv_source.CopyFrom(kv_source)
-        for block, content_hash in content_in_blocks(request.multimodal_hashes, self.block_size):
-            for_worker.multimodal_hashes.add(block_index=block, hash=content_hash)
+        if media := request.multimodal_hashes:
+            for block, content_hash in content_in_blocks(media, self.block_size):
+                for_worker.multimodal_hashes.add(block_index=block, hash=content_hash)
         return for_worker
+
+    def routing_info(
+        self,
+        request_id: str,
+        booking: LiveBooking,
+        selection: SelectWorkerResponse,
+        *,
+        added_us: int,
+        earlier_ranks: Sequence[Rank],
+        migrations: int,
+        prefill: PrefillStage | None,
+    ) -> RoutingInfo:
+        """Returns how an attempt was routed.
+
+        Args:
+            request_id: The client's id of the request.
+            booking: The booking of the attempt.
+            selection: The decision.
+            added_us: Time since the arrival of the request or the failure of the worker before, microseconds.
+            earlier_ranks: Ranks of the attempts before.
+            migrations: Migrations before.
+            prefill: The prefill stage; None if the pool is not disaggregated.
+        """
+        routing = RoutingInfo(
+            request_id=request_id,
+            rank=selection.rank,
+            component=selection.component,
+            attempt=booking.key.attempt,
+            predicted_overlap_blocks=selection.overlap_blocks,
+            prompt_blocks=selection.prompt_blocks,
+            decision_id=selection.decision_id,
+            load_only=selection.load_only,
+            routed_on=_ON_LOAD if selection.load_only else _ON_TOKENS,
+            router_us=added_us,
+            queued_us=selection.queued_us,
+            mode=selection.mode,
+            model_choice=self.routing.model_choice,
+        )
+        if selection.HasField("lower_blocks"):
+            routing.predicted_lower_blocks.CopyFrom(selection.lower_blocks)
+        if selection.HasField("kv_source"):
+            routing.kv_source.CopyFrom(selection.kv_source)
+        if selection.ignored_overrides:
+            routing.ignored_overrides.extend(selection.ignored_overrides)
+        if earlier_ranks:
+            routing.earlier_ranks.extend(earlier_ranks)
+            routing.migrations = migrations
+            routing.inexact_continuation = migrations > 0 and is_inexact(self._request.sampling_options)
+        if prefill is not None:
+            routing.prefill_reason = prefill.reason
+            routing.prefill_us = prefill.spent_ns // 1000
+            if prefill.rank is not None:
+                routing.prefill_rank.CopyFrom(prefill.rank)
+        return routing

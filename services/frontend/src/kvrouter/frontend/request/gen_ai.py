@@ -66,30 +66,38 @@ class RequestMetrics:
         self._input = metrics.usage.of(*labels, "input")
         self._output = metrics.usage.of(*labels, "output")
 
-    def ended(self, error: str, seconds: float) -> None:
-        """Counts a request that has ended; ``error`` is its gRPC code, empty for a success."""
+    def ended(
+        self,
+        error: str,
+        seconds: float,
+        input_tokens: int | None,
+        output_tokens: int,
+        output_seconds: tuple[float, float],
+    ) -> None:
+        """Counts a request that has ended.
+
+        Args:
+            error: Its gRPC code, empty for a success.
+            seconds: Its time.
+            input_tokens: Number of its prompt tokens; None if that is not known.
+            output_tokens: Number of its output tokens.
+            output_seconds: Times from its arrival to its first token, and from there to its last token.
+        """
         series = self._ended.get(error)
         if series is None:
             series = self._ended[error] = self._request.of(*self._labels, error)
         series.observe(seconds)
-
-    def succeeded(self, first_token_seconds: float, further_seconds: float, output_tokens: int) -> None:
-        """Counts the times of a request that succeeded.
-
-        Args:
-            first_token_seconds: Time from its arrival to its first token.
-            further_seconds: Time from there to its last token.
-            output_tokens: Number of its output tokens.
-        """
-        self._first_token.observe(first_token_seconds)
-        if further_seconds > 0 and output_tokens > 1:
-            self._token.observe(further_seconds / (output_tokens - 1))
-
-    def used(self, input_tokens: int | None, output_tokens: int) -> None:
-        """Counts the tokens of a request; ``input_tokens`` is None if their number is not known."""
+        if not output_tokens:
+            return
         if input_tokens is not None:
             self._input.observe(input_tokens)
         self._output.observe(output_tokens)
+        if error:
+            return
+        first_seconds, further_seconds = output_seconds
+        self._first_token.observe(first_seconds)
+        if further_seconds > 0 and output_tokens > 1:
+            self._token.observe(further_seconds / (output_tokens - 1))
 
 
 class GenAiMetrics:

@@ -12,13 +12,15 @@ import itertools
 import os
 import time
 from collections.abc import Coroutine
+from functools import cached_property
 from typing import Any
 
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.recorder import Outline
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait
-from kvrouter.frontend.request.attempt_input import AttemptInput, routing_info
+from kvrouter.frontend.request.attempt_input import AttemptInput
+from kvrouter.frontend.request.current_choice import has_fallback
 from kvrouter.frontend.request.gen_ai import TEXT_COMPLETION, span_attributes
 from kvrouter.frontend.request.model_pools import can_take
 from kvrouter.frontend.request.prefill_attempt import PrefillLost
@@ -104,7 +106,8 @@ class Generation:
             deaths: Counts the workers that die while they run the request, and ends it at the second one.
             prefill: Has the prompt computed by prefill workers; None if the component is not disaggregated.
             pools: Every component serving the model; None if there is only one.
-            restart_seconds: Longest time to wait for a pool that restarts as a whole, seconds.
+            restart_seconds: Longest time to wait for a pool that restarts as a whole if no other model may serve,
+                seconds.
             is_estimated: Whether the length of the prompt is an estimate.
             operation: Its operation, in the words of the GenAI conventions.
         """
@@ -116,7 +119,7 @@ class Generation:
         self._model_metrics = metrics.models.of(view.descriptor.model)
         self._budget = budget
         self._deaths = deaths
-        self._restart = RestartWait(restart_seconds)
+        self._restart_seconds = restart_seconds
         self._prefill = prefill
         self._links = links
         self._pools = pools
@@ -143,6 +146,11 @@ class Generation:
         self._request_id = request.request_id or os.urandom(16).hex()
         self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{os.urandom(4).hex()}"
         self._link = links.link(view.name, self._input.client_hashes, request.conversation_id)
+        self._is_traced = is_recording()
+
+    @cached_property
+    def _restart(self) -> RestartWait:
+        return RestartWait(0.0 if has_fallback() else self._restart_seconds)
 
     def output_seconds(self) -> tuple[float, float]:
         """Returns the times from the arrival to the first output, and from there to the last, in seconds; 0 without."""
@@ -176,7 +184,7 @@ class Generation:
             KvRouterError: no worker could be chosen, the worker refused the request, or the worker failed and no
                 further attempt was possible.
         """
-        return self._run_traced(receiver, deadline) if is_recording() else self._run(receiver, deadline)
+        return self._run_traced(receiver, deadline) if self._is_traced else self._run(receiver, deadline)
 
     async def _run_traced(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         with span("generate") as request_span:
@@ -329,7 +337,7 @@ class Generation:
         try:
             receiver.routed(self._routing_info(booking, selection))
             running = self._run_on_worker(booking, selection, progress, deadline)
-            if is_recording():
+            if self._is_traced:
                 return await traced_attempt(running, booking, self._endpoint, progress)
             return await running
         except KvRouterError as error:
@@ -394,10 +402,12 @@ class Generation:
         self._budget.waited()
         return True
 
-    async def _book(self, attempt: int, stage: Stage, deadline: Deadline) -> tuple[SelectWorkerResponse, LiveBooking]:
+    def _book(
+        self, attempt: int, stage: Stage, deadline: Deadline
+    ) -> Coroutine[Any, Any, tuple[SelectWorkerResponse, LiveBooking]]:
         key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=stage)
         self._input.routing.may_prefill_locally = stage == _DECODE
-        return await self._link.book(
+        return self._link.book(
             key, self._input.routing, self._input.hashes, arrived_unix_ns=self._arrived_unix_ns, deadline=deadline
         )
 
@@ -416,14 +426,13 @@ class Generation:
         prefill_us = 0 if self._prefill is None else self._prefill.spent_ns // 1000
         if not self.output_tokens:
             self._metrics.added_seconds.observe((added_us - prefill_us) / 1e6)
-        routing = routing_info(
+        routing = self._input.routing_info(
             self._request_id,
             booking,
             selection,
             added_us=added_us,
             earlier_ranks=self._earlier_ranks,
             migrations=self._budget.migrations,
-            sampling=self._request.sampling_options,
             prefill=self._prefill,
         )
         self._earlier_ranks.append(selection.rank)

@@ -15,7 +15,6 @@ from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, migration_blocker
 from kvrouter.frontend.request.conversation_ids import ConversationIds
-from kvrouter.frontend.request.current_choice import has_fallback
 from kvrouter.frontend.request.gen_ai import TEXT_COMPLETION, GenAiMetrics
 from kvrouter.frontend.request.generation import Generation
 from kvrouter.frontend.request.model_pools import fitting_pools
@@ -167,7 +166,7 @@ class RequestRunner:
                 deaths,
                 self._disaggregation.stage(view, through or self.workers, deaths),
                 pools,
-                0.0 if has_fallback() else self.settings.pool_restart_seconds,
+                self.settings.pool_restart_seconds,
                 is_estimated=is_estimated,
                 operation=operation,
             )
@@ -189,14 +188,14 @@ class RequestRunner:
                 )
             self.metrics.ended(known_model, code).inc()
             if known_model:
-                failure = "" if code == "OK" else code
-                gen_ai = self._gen_ai.of(operation, known_model)
-                gen_ai.ended(failure, (time.perf_counter_ns() - began_ns) / 1e9)
-                if generation is not None and (output_tokens := generation.output_tokens):
-                    counted = None if through is None else through.counted_prompt_tokens
-                    gen_ai.used(counted if is_estimated else tokens, output_tokens)
-                    if not failure:
-                        gen_ai.succeeded(*generation.output_seconds(), output_tokens)
+                counted = through.counted_prompt_tokens if through is not None and is_estimated else tokens
+                self._gen_ai.of(operation, known_model).ended(
+                    "" if code == "OK" else code,
+                    (time.perf_counter_ns() - began_ns) / 1e9,
+                    counted,
+                    0 if generation is None else generation.output_tokens,
+                    (0, 0) if generation is None else generation.output_seconds(),
+                )
             if generation is not None:
                 self._note(generation)
 

@@ -77,7 +77,8 @@ class ServedModels:
     @property
     def may_forward(self) -> bool:
         """Whether all workers of some model have an OpenAI API of their own."""
-        self._follow_registrations()
+        if self._directory.components is not self._derived_from:
+            self._follow_registrations()
         return bool(self._forwarding)
 
     def pools(self, model: str, *, forwarding: bool) -> Sequence[ComponentView]:
@@ -133,7 +134,8 @@ class ServedModels:
 
     def _serving(self, model: str) -> Serving:
         """Returns the same as ``resolve``, whoever the caller is."""
-        self._follow_registrations()
+        if self._directory.components is not self._derived_from:
+            self._follow_registrations()
         serving = self._resolved.get(model)
         if serving is None:
             views, lora_name = resolve_model(model, self._derived_from)
@@ -148,11 +150,8 @@ class ServedModels:
         return [view for view in views if view.name in self._forwarding]
 
     def _follow_registrations(self) -> None:
-        """Renews everything derived from the registrations if they have changed."""
-        components = self._directory.components
-        if components is self._derived_from:
-            return
-        self._derived_from = components
+        """Renews everything derived from the registrations, which have changed."""
+        components = self._derived_from = self._directory.components
         self._resolved = {}
         self._forwarding = {
             name

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 
+import msgspec
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.workers.failures import HANGS, WorkerFailure, WorkerFate
@@ -84,11 +85,11 @@ class PoisonPrompts:
         """Returns when other Frontends were told of these deaths, or cannot be soon."""
         self._refusal_seconds = refusal_seconds
         self._clock = clock
-        self._entries: OrderedDict[bytes, SuspectPrompt] = OrderedDict()
-        """In the order in which they expire."""
+        self.entries: OrderedDict[bytes, SuspectPrompt] = OrderedDict()
+        """Prompts that harmed workers, by key, in the order in which they expire."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def note(self, key: bytes, worker: str) -> None:
         """Records a death this process has seen: ``worker`` died with the prompt in flight."""
@@ -119,7 +120,7 @@ class PoisonPrompts:
     def suspect(self, key: bytes) -> SuspectPrompt | None:
         """Returns what is known of a prompt; None for one that harmed no worker lately."""
         self._expire(self._clock())
-        return self._entries.get(key)
+        return self.entries.get(key)
 
     def refusal(self, message: str) -> PoisonPrompt:
         """Returns the error of a request refused or ended for deaths, and counts it."""
@@ -134,45 +135,41 @@ class PoisonPrompts:
 
     def _renewed(self, key: bytes) -> SuspectPrompt:
         """Returns the entry of a prompt that harms a worker now."""
-        entry = self._entries.setdefault(key, SuspectPrompt(0.0))
+        entry = self.entries.setdefault(key, SuspectPrompt(0.0))
         entry.expires, entry.survived = self._clock() + self._refusal_seconds, False
-        self._entries.move_to_end(key)
-        if len(self._entries) > MAX_ENTRIES:
-            self._entries.popitem(last=False)
+        self.entries.move_to_end(key)
+        if len(self.entries) > MAX_ENTRIES:
+            self.entries.popitem(last=False)
         return entry
 
     def _expire(self, now: float) -> None:
-        while self._entries:
-            key = next(iter(self._entries))
-            if self._entries[key].expires > now:
+        while self.entries:
+            key = next(iter(self.entries))
+            if self.entries[key].expires > now:
                 return
-            del self._entries[key]
+            del self.entries[key]
 
 
-class RequestDeaths:
+class RequestDeaths(msgspec.Struct, eq=False):
     """Counts the deaths of one request over all of its attempts, and notes them for its prompt."""
 
-    def __init__(self, prompts: PoisonPrompts, tenant: str, model: str, prompt: bytes) -> None:
-        """Counts none yet.
-
-        Args:
-            prompts: The prompts that saw deaths.
-            tenant: Tenant of the request; empty for none.
-            model: Its base model.
-            prompt: The prompt the client sent, a packed buffer.
-        """
-        self._prompts = prompts
-        self._tenant = tenant
-        self._model = model
-        self._prompt = prompt
-        self._key = b""
-        self._failures: list[WorkerFailure] = []
-        """Failures of which the worker died, or may have died."""
+    prompts: PoisonPrompts
+    """The prompts that saw deaths."""
+    tenant: str
+    """Tenant of the request; empty for none."""
+    model: str
+    """Its base model."""
+    prompt: bytes
+    """The prompt the client sent, a packed buffer."""
+    key: bytes = b""
+    """Key of the prompt; empty until it matters."""
+    failures: list[WorkerFailure] = []
+    """Failures of which the worker died, or may have died."""
 
     @property
     def workers(self) -> list[str]:
         """The workers that died."""
-        return [each.fate.worker for each in self._failures if each.fate is not None and each.fate.died]
+        return [each.fate.worker for each in self.failures if each.fate is not None and each.fate.died]
 
     @property
     def count(self) -> int:
@@ -193,13 +190,13 @@ class RequestDeaths:
             return True
         return not self.count and not any(
             each.cause in HANGS and each.worker_id != worker_id and each.fate is not None and not each.fate.is_known
-            for each in self._failures
+            for each in self.failures
         )
 
     def add(self, failure: WorkerFailure) -> None:
         """Adds a failure, whose worker may have died or may yet die."""
         if failure.fate is not None:
-            self._failures.append(failure)
+            self.failures.append(failure)
             self._watch(failure.fate, may_hang=failure.cause in HANGS)
 
     def abandon(self, fate: WorkerFate) -> None:
@@ -220,7 +217,7 @@ class RequestDeaths:
             PoisonPrompt: two workers died.
             DeadlineExceeded: the deadline has passed.
         """
-        if not (self._failures or len(self._prompts)):
+        if not (self.failures or self.prompts.entries):
             return
         answered: Counter[str] = Counter()
         try:
@@ -236,14 +233,14 @@ class RequestDeaths:
 
     def end(self, *, survived: bool) -> None:
         """Ends the request; ``survived`` if it is complete, so its last worker lives."""
-        if self._key and (suspect := self._prompts.suspect(self._key)) is not None and suspect.trial is self:
+        if self.key and (suspect := self.prompts.suspect(self.key)) is not None and suspect.trial is self:
             suspect.trial = None
             suspect.survived = suspect.survived or survived
 
     async def shared(self) -> None:
         """Returns when other Frontends know of the deaths, or cannot soon."""
         if self.count:
-            await self._prompts.shared()
+            await self.prompts.shared()
 
     def check(self) -> None:
         """Checks that the request may go to a worker, or to a further one.
@@ -251,25 +248,25 @@ class RequestDeaths:
         Raises:
             PoisonPrompt: two workers died while they ran it, or its tenant's requests with the same prompt.
         """
-        if self._failures and self.count >= MAX_DEATHS:
-            log.warning("request.ended_by_deaths", tenant=self._tenant, workers=self.workers)
-            raise self._prompts.refusal(f"{MAX_DEATHS} workers died while they ran the request")
+        if self.failures and self.count >= MAX_DEATHS:
+            log.warning("request.ended_by_deaths", tenant=self.tenant, workers=self.workers)
+            raise self.prompts.refusal(f"{MAX_DEATHS} workers died while they ran the request")
         # Nearly always there is none, so the hash of the prompt is computed only if it matters.
-        if len(self._prompts) and (seconds := self._prompts.refused_seconds(self._find_key())):
-            raise self._prompts.refusal(
+        if self.prompts.entries and (seconds := self.prompts.refused_seconds(self._find_key())):
+            raise self.prompts.refusal(
                 f"{MAX_DEATHS} workers died while they ran this prompt: it is refused for {seconds:.0f} s more"
             )
 
     def _watch(self, fate: WorkerFate, *, may_hang: bool) -> None:
         key = self._find_key()
-        fate.on_death(partial(self._prompts.note, key))
+        fate.on_death(partial(self.prompts.note, key))
         if may_hang:
-            self._prompts.doubt(key, fate)
+            self.prompts.doubt(key, fate)
 
     def _doubts(self, answered: Counter[str]) -> list[WorkerFate]:
         """Returns the fates of the workers that may yet die, without those that have answered."""
-        suspect = self._prompts.suspect(self._find_key())
-        fates = [each.fate for each in self._failures if each.fate is not None]
+        suspect = self.prompts.suspect(self._find_key())
+        fates = [each.fate for each in self.failures if each.fate is not None]
         return [
             fate
             for fate in dict.fromkeys([*fates, *(() if suspect is None else suspect.doubts)])
@@ -283,7 +280,7 @@ class RequestDeaths:
             PoisonPrompt: as for ``check``.
         """
         self.check()
-        suspect = self._prompts.suspect(self._find_key())
+        suspect = self.prompts.suspect(self._find_key())
         dead = {*self.workers, *(() if suspect is None else suspect.workers)}
         at_risk = dead | {fate.worker for fate in doubts}
         if len(at_risk) >= MAX_DEATHS:
@@ -295,6 +292,6 @@ class RequestDeaths:
         return True
 
     def _find_key(self) -> bytes:
-        if not self._key:
-            self._key = prompt_key(self._tenant, self._model, self._prompt)
-        return self._key
+        if not self.key:
+            self.key = prompt_key(self.tenant, self.model, self.prompt)
+        return self.key
