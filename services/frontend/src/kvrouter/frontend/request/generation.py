@@ -464,9 +464,8 @@ class Generation:
             if attempt.unattributed is not None and (prefill is None or not await prefill.is_lost()):
                 attempt.blame()
         finally:
-            if (fate := attempt.unanswered()) is not None:
+            if (fate := attempt.abandon()) is not None:
                 self._deaths.abandon(fate)
-            attempt.cancel()
             del attempt  # It refers to the error below, whose traceback refers to this frame.
         if not isinstance(outcome, Exception):
             if outcome is not None and outcome.never_began:

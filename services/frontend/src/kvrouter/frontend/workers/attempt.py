@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import grpc
+import msgspec
 import structlog
 from google.protobuf.message import DecodeError
 from kvrouter.core import read_tokens
@@ -46,8 +47,7 @@ class RunningCall(Protocol):
         """Cancels the call; its receiver gets nothing more. Has no effect on a call that has ended."""
 
 
-@dataclass(slots=True, eq=False)
-class Dispatch:
+class Dispatch(msgspec.Struct, eq=False):
     """A request for one worker."""
 
     worker_id: int
@@ -128,16 +128,18 @@ class WorkerAttempt:
         """Ends the attempt and cancels the call. Has no effect on an attempt that has ended."""
         self._end(None)
 
-    def unanswered(self) -> WorkerFate | None:
-        """Returns the fate of a worker that misses probes while the client or the deadline ends the request.
+    def abandon(self) -> WorkerFate | None:
+        """Cancels the attempt, as ``cancel``. Returns the fate of its worker if that misses probes meanwhile.
 
-        Returns None for any other worker.
+        Returns None for a worker that answers, or if the client and the deadline did not end the request.
         """
-        if not self._health.worker.missed:
-            return None
-        ended = self.ended
-        timed_out = ended.done() and not ended.cancelled() and isinstance(ended.result(), DeadlineExceeded)
-        return self._health.fate() if timed_out or not self._over else None
+        fate, ended = None, self.ended
+        if self._health.worker.missed:
+            timed_out = ended.done() and not ended.cancelled() and isinstance(ended.result(), DeadlineExceeded)
+            fate = self._health.fate() if timed_out or not self._over else None
+        if not self._over:
+            self._end(None)
+        return fate
 
     def blame(self) -> None:
         """Counts a failure against the worker not attributed yet."""
@@ -156,10 +158,11 @@ class WorkerAttempt:
         """Passes a piece on that a worker has sent, an encoded WorkerServiceGenerateResponse."""
         if self._has_output and not (self._over or self._finish_reason):
             token_ids = read_tokens(encoded)
-            if token_ids is not None and self._limit.admits(len(token_ids)):
+            if token_ids is not None and (count := len(token_ids)) <= self._limit.left:
+                self._limit.left -= count
                 self._health.heard()
                 tokens = Output()
-                tokens.tokens = len(token_ids)
+                tokens.tokens = count
                 tokens.token_ids = token_ids
                 tokens.raw = encoded
                 try:
@@ -179,7 +182,8 @@ class WorkerAttempt:
     def take(self, output: DetailedOutput) -> None:
         """Passes a piece on that an engine has sent over its OpenAI API."""
         is_between = self._has_output and not (self._over or self._finish_reason or output.finish_reason)
-        if is_between and self._limit.admits(output.tokens):
+        if is_between and output.tokens <= self._limit.left:
+            self._limit.left -= output.tokens
             self._health.heard()
             self._pass_on(output)
         elif not self._has_finished():
@@ -252,12 +256,14 @@ class WorkerAttempt:
         self._end(error.untraced() if isinstance(error, KvRouterError) else error)
 
     def _wait_for_output(self) -> None:
-        self._missed_to_leave = self._health.worker.missed + self._dispatch.stays_a_probe
-        self._leave_if_needed()
+        worker = self._health.worker
+        self._missed_to_leave = worker.missed + self._dispatch.stays_a_probe
+        if worker.should_be_left:
+            self._leave_if_needed()
 
     def _leave_if_needed(self) -> None:
         health, worker = self._health, self._health.worker
-        if self._over or not worker.should_be_left:
+        if self._over:
             return
         if health.is_lost and self._may_leave("lost"):
             self._leave("lost", "is lost: its registration has ended, and it does not answer")

@@ -62,16 +62,13 @@ class WorkerHealth:
         self._stall_seconds = stall_seconds
         self._back_off = back_off
         self._max_missed = max_missed
-        self._clock = clock
+        self.now = clock
+        """Returns the time in seconds."""
         self._rng = rng or Random()
         self._workers: dict[str, ObservedWorker] = {}
         self.restarting_pools = RestartingPools(clock)
         self._unhealthy: dict[str, ObservedWorker] = {}
         """Suspected workers, and those whose circuit is not closed."""
-
-    def now(self) -> float:
-        """Returns the time in seconds."""
-        return self._clock()
 
     @property
     def suspected(self) -> int:
@@ -99,7 +96,7 @@ class WorkerHealth:
                 if (drain := view.drains.get(registration.worker_id)) is not None:
                     migrating[registration.endpoint] = drain.migrate_unix_ns
         for endpoint, registrations in registered.items():
-            worker = self._worker(endpoint)
+            worker = self._workers.get(endpoint) or self._add(endpoint)
             self._identify(worker, registrations)
             worker.registered = registrations
             worker.migrate_unix_ns = migrating.get(endpoint, 0)
@@ -112,7 +109,7 @@ class WorkerHealth:
     def _leave(self, worker: ObservedWorker, live: Set[tuple[ComponentName, int]]) -> None:
         if worker.registered:
             worker.former = worker.registered
-            worker.kept_until = self._clock() + LOST_SECONDS if worker.suspected else 0.0
+            worker.kept_until = self.now() + LOST_SECONDS if worker.suspected else 0.0
             self._resolve(worker, died=not worker.is_draining)
             # The registration of a dead process ends with its lease, after it missed probes. So a worker that still
             # answers has stopped in order, even if its announcement and its end were seen together.
@@ -145,9 +142,9 @@ class WorkerHealth:
         if worker.is_draining:
             return None
         if not worker.registered:
-            return WorkerFate(_identity(worker), self._clock(), died=True)
+            return WorkerFate(_identity(worker), self.now(), died=True)
         if worker.fate is None:
-            worker.fate = WorkerFate(_identity(worker), self._clock())
+            worker.fate = WorkerFate(_identity(worker), self.now())
         return worker.fate
 
     def death_of(self, worker: ObservedWorker) -> WorkerFate | None:
@@ -156,7 +153,7 @@ class WorkerHealth:
         # One that never was registered here was chosen by a Scheduler which learned of it earlier.
         if worker.is_draining or has_signed_off:
             return None
-        now = self._clock()
+        now = self.now()
         if not worker.incarnation and (not worker.died_at or now - worker.died_at > _ONE_DEATH_SECONDS):
             worker.lives += 1
             worker.died_at = now
@@ -175,7 +172,7 @@ class WorkerHealth:
         """Returns a component's unhealthy workers, each with the reason."""
         if not self._unhealthy:
             return ()
-        now = self._clock()
+        now = self.now()
         return [
             AvoidedWorker(worker_id=registration.worker_id, reason=REASONS.get(state_of(worker, now), ""))
             for worker in self._unhealthy.values()
@@ -186,7 +183,7 @@ class WorkerHealth:
 
     def healthy(self, component: ComponentName) -> Iterator[WorkerRegistration]:
         """Yields the registrations of a component's healthy workers."""
-        now = self._clock()
+        now = self.now()
         for worker in self._workers.values():
             if is_healthy(worker, now):
                 yield from (registration for name, registration in worker.registered if name == component)
@@ -197,14 +194,15 @@ class WorkerHealth:
 
     def admits(self, worker: ObservedWorker) -> bool:
         """Returns whether new requests may go to a worker, if only one at a time."""
-        return is_healthy(worker, self._clock())
+        return is_healthy(worker, self.now())
 
     def begin(self, endpoint: str, prompt_tokens: int | None = None) -> WorkerCall:
         """Records the start of a call to a worker; ``WorkerCall.end`` must follow.
 
         ``prompt_tokens`` is None for a call whose output does not come piece by piece, which shows no stall.
         """
-        return WorkerCall(self, self._worker(endpoint), self._clock(), prompt_tokens)
+        worker = self._workers.get(endpoint) or self._add(endpoint)
+        return WorkerCall(self, worker, self.now(), prompt_tokens)
 
     def interval_ended(self, seconds: float) -> None:
         """Looks for workers that are stalled, generate again, or must be left. To be called at the end of intervals."""
@@ -212,7 +210,7 @@ class WorkerHealth:
         for worker in list(self._workers.values()):
             if not worker.registered:
                 self.forget_if_gone(worker)
-            if worker.fate is not None and self._clock() - worker.fate.since > LOST_SECONDS:
+            if worker.fate is not None and self.now() - worker.fate.since > LOST_SECONDS:
                 self._resolve(worker, died=False)
             worker.leaving = 0 < worker.migrate_unix_ns <= now_ns
             if worker.leaving:
@@ -230,7 +228,7 @@ class WorkerHealth:
         worker.stalled = True
         worker.stalls += 1
         worker.last_failure = "it accepts requests but generates nothing, or far less than before"
-        now = self._clock()
+        now = self.now()
         worker.circuit.trip(now)
         log.warning(
             "worker.stalled",
@@ -310,7 +308,7 @@ class WorkerHealth:
 
         ``prompt_difference`` returns how the tokens of a worker's engine differ from those of this Frontend.
         """
-        now = self._clock()
+        now = self.now()
         entries = [
             (name, registration, worker)
             for worker in self._workers.values()
@@ -334,12 +332,10 @@ class WorkerHealth:
             for _, registration, worker in entries
         ]
 
-    def _worker(self, endpoint: str) -> ObservedWorker:
-        worker = self._workers.get(endpoint)
-        if worker is None:
-            detector = StallDetector(self._stall_seconds) if self._stall_seconds else None
-            circuit = CircuitBreaker(self._back_off, self._rng)
-            worker = self._workers[endpoint] = ObservedWorker(endpoint, circuit, detector)
+    def _add(self, endpoint: str) -> ObservedWorker:
+        detector = StallDetector(self._stall_seconds) if self._stall_seconds else None
+        circuit = CircuitBreaker(self._back_off, self._rng)
+        worker = self._workers[endpoint] = ObservedWorker(endpoint, circuit, detector)
         return worker
 
     def reclassify(self, worker: ObservedWorker) -> None:
@@ -362,7 +358,7 @@ class WorkerHealth:
         """Forgets a worker that has left and has no more calls; a lost one nobody replaces, after a minute."""
         if worker.registered or worker.calls:
             return
-        if not worker.is_lost or not worker.former or self._clock() >= worker.kept_until:
+        if not worker.is_lost or not worker.former or self.now() >= worker.kept_until:
             self._workers.pop(worker.endpoint, None)
             self._unhealthy.pop(worker.endpoint, None)
 

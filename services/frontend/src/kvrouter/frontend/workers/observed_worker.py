@@ -47,27 +47,25 @@ class CircuitBreaker:
     def __init__(self, back_off: BackOff, rng: Random) -> None:
         self._back_off = back_off
         self._rng = rng
-        self._retry_at: float | None = None
+        self.is_closed = True
+        """Whether requests are admitted without a trial."""
+        self._retry_at = 0.0
+        """End of the back-off, while the circuit is not closed."""
         self._trials = 0
         self.failures = 0
         """Failures since the last completed request."""
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether requests are admitted without a trial."""
-        return self._retry_at is None
-
     def admits(self, now: float) -> bool:
         """Returns whether a new request may go to the worker."""
-        return self._retry_at is None or (now >= self._retry_at and not self._trials)
+        return self.is_closed or (now >= self._retry_at and not self._trials)
 
     def retry_in(self, now: float) -> float:
         """Returns the seconds until the back-off ends; 0 if there is none."""
-        return 0.0 if self._retry_at is None else max(0.0, self._retry_at - now)
+        return 0.0 if self.is_closed else max(0.0, self._retry_at - now)
 
     def began(self, now: float) -> bool:
         """Records that a request was sent. Returns whether it is a trial, which ``trial_ended`` must end."""
-        is_trial = self._retry_at is not None and now >= self._retry_at
+        is_trial = not self.is_closed and now >= self._retry_at
         self._trials += is_trial
         return is_trial
 
@@ -77,16 +75,16 @@ class CircuitBreaker:
 
     def responded(self) -> None:
         """Records a request's first output."""
-        self._retry_at = None
+        self.is_closed = True
 
     def completed(self) -> None:
         """Records that a request completed."""
-        self._retry_at = None
+        self.is_closed = True
         self.failures = 0
 
     def failed(self, now: float) -> None:
         """Records a failure that is the worker's fault."""
-        if self._retry_at is not None and now < self._retry_at:
+        if not self.is_closed and now < self._retry_at:
             return  # The request was sent before the circuit opened, or because no other worker was eligible.
         self.failures += 1
         self._back_off_from(now)
@@ -100,6 +98,7 @@ class CircuitBreaker:
         excess = self.failures - self._back_off.failures
         if excess >= 0:
             seconds = min(self._back_off.max_seconds, self._back_off.first_seconds * 2.0 ** min(excess, _MAX_DOUBLINGS))
+            self.is_closed = False
             self._retry_at = now + seconds * self._rng.uniform(1 - _JITTER, 1 + _JITTER)
 
 
@@ -217,7 +216,7 @@ class WorkerCall:
     def __init__(self, health: WorkerHealth, worker: ObservedWorker, now: float, prompt_tokens: int | None) -> None:
         self.worker = worker
         self._health = health
-        self._is_trial = worker.circuit.began(now)
+        self._is_trial = not worker.circuit.is_closed and worker.circuit.began(now)
         worker.calls += 1
         self._stalls_before = worker.stalls
         self._leaving_before = worker.leaving_intervals

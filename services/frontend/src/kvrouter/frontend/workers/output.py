@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
@@ -140,33 +141,26 @@ class DetailedOutput(Output):
         return message
 
 
-class OutputLimit:
+class OutputLimit(msgspec.Struct):
     """Counts the output tokens of one request against ``max_tokens``, whether or not its worker does."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self._left = max_tokens
-        self.overrun = False
-        """Whether the worker generated more than ``max_tokens``."""
+    left: int
+    """Tokens that may yet arrive; ``max_tokens`` at first. Whoever receives fewer subtracts them, without a call."""
+    overrun: bool = False
+    """Whether the worker generated more than ``max_tokens``."""
 
     @property
     def reached(self) -> bool:
         """Whether ``max_tokens`` tokens have arrived."""
-        return not self._left
-
-    def admits(self, tokens: int) -> bool:
-        """Counts tokens, unless they exceed the limit. Returns whether they are within it."""
-        if tokens > self._left:
-            return False
-        self._left -= tokens
-        return True
+        return not self.left
 
     def cut(self, output: DetailedOutput) -> DetailedOutput:
         """Returns the piece unchanged, or if it exceeds the limit, its first part with finish reason LENGTH."""
-        if output.tokens <= self._left:
-            self._left -= output.tokens
+        if output.tokens <= self.left:
+            self.left -= output.tokens
             return output
         self.overrun = True
-        kept, self._left = self._left, 0
+        kept, self.left = self.left, 0
         return output.first(kept)
 
     @staticmethod

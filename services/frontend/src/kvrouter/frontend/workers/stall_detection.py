@@ -6,7 +6,7 @@ would stop slow engines, or notice a hung one late.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 _SLOWDOWN = 20.0
 """A worker with less than this part of its usual output per request is stalled, after the time it is allowed."""
@@ -33,8 +33,7 @@ _UNPROVEN_SECONDS = 60.0
 """Time allowed to a worker without any output so far: its engine may compile kernels."""
 
 
-@dataclass(slots=True)
-class MonitoredRequest:
+class MonitoredRequest(msgspec.Struct):
     """A request at a worker."""
 
     prompt_tokens: int
