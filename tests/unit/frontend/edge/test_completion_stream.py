@@ -123,9 +123,7 @@ async def test_each_piece_is_written_as_it_arrives() -> None:
 
 
 def single(token_id: int) -> Output:
-    output = Output()
-    output.tokens, output.token_ids, output.raw = 1, (token_id,), b""
-    return output
+    return Output(1, (token_id,))
 
 
 async def test_a_piece_that_is_only_a_token_becomes_the_same_chunk_as_any_other() -> None:

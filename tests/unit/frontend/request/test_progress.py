@@ -26,7 +26,7 @@ class Link:
         self.freed: list[int | None] = []
         self.prefilled_by_free: list[bool] = []
 
-    def prefill_complete(self, _: LiveBooking) -> None:
+    def prefill_complete(self, _: LiveBooking, *, handover_us: int | None) -> None:
         self.prefills += 1
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> None:

@@ -140,6 +140,11 @@ def booking(request_id: str) -> LiveBooking:
     return LiveBooking.of(BookingKey(request_id=request_id), selection, b"\0" * 8, 16, 16)
 
 
+def keep(link: SchedulerLink, booking: LiveBooking) -> None:
+    """Has a link keep a booking, as if it had just made it."""
+    link._updates.live[booking.name] = booking
+
+
 @asynccontextmanager
 async def linked(scheduler: SchedulerSource, **settings: Any) -> AsyncIterator[SchedulerLink]:
     link = SchedulerLink(COMPONENT, scheduler, session_id="session", client_name="test", **settings)

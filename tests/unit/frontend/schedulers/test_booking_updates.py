@@ -8,14 +8,14 @@ import pytest
 from kvrouter.frontend.schedulers import booking_updates, scheduler_link
 from kvrouter.runtime.deadline import Deadline
 
-from .linked_scheduler import Answering, Refusing, booking, linked, selection, until, until_asserted
+from .linked_scheduler import Answering, Refusing, booking, keep, linked, selection, until, until_asserted
 
 
 async def test_a_refused_booking_is_asserted_until_it_is_taken_as_it_is_by_then() -> None:
     scheduler = Refusing(2)
     async with linked(scheduler) as link:
         live = booking("a")
-        link.keep(live)
+        keep(link, live)
         scheduler.opened.set()
         await until_asserted(scheduler, 1)
         link.prefill_complete(live)
@@ -36,7 +36,7 @@ async def test_a_link_without_refusals_looks_for_none(monkeypatch: pytest.Monkey
     scheduler = Answering()
     async with linked(scheduler, heartbeat_timeout_seconds=0.02) as link:
         await until(lambda: link.ready)
-        link.keep(booking("a"))
+        keep(link, booking("a"))
         await until(lambda: scheduler.heartbeats > 3)
     assert not looks
 
@@ -45,8 +45,8 @@ async def test_changes_while_a_session_opens_are_sent() -> None:
     scheduler = Refusing(0)
     async with linked(scheduler) as link:
         done, freed = booking("done"), booking("freed")
-        link.keep(done)
-        link.keep(freed)
+        keep(link, done)
+        keep(link, freed)
         await asyncio.sleep(0)
         link.prefill_complete(done)
         link.free(freed, None)
@@ -67,8 +67,8 @@ async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_gets_all_in
         await until(lambda: link.ready)
         selecting = group.create_task(link.select(selection(), deadline=Deadline.never()))
         kept, freed = booking("kept"), booking("freed")
-        link.keep(kept)
-        link.keep(freed)
+        keep(link, kept)
+        keep(link, freed)
         for tokens in range(16, 16 * 20, 16):
             link.report_output(kept, tokens)
         link.prefill_complete(kept)
@@ -89,7 +89,7 @@ async def test_updates_of_one_step_travel_in_one_call() -> None:
         await until(lambda: link.ready)
         bookings = [booking(name) for name in "abc"]
         for each in bookings:
-            link.keep(each)
+            keep(link, each)
             link.prefill_complete(each)
             link.free(each, None)
         await until(lambda: len(scheduler.freed) == 3)
@@ -103,12 +103,12 @@ async def test_updates_that_gather_while_others_are_under_way_travel_together() 
         await until(lambda: link.ready)
         scheduler.at_work.clear()
         first, *others = [booking(name) for name in "abc"]
-        link.keep(first)
+        keep(link, first)
         link.prefill_complete(first)
         await until(lambda: any(call.updates for call in scheduler.calls))
         link.free(first, None)
         for each in others:
-            link.keep(each)
+            keep(link, each)
             link.prefill_complete(each)
             await asyncio.sleep(0)
             link.free(each, None)
@@ -123,7 +123,7 @@ async def test_a_computed_prompt_is_reported_by_the_free_that_follows_at_once() 
     async with linked(scheduler) as link:
         await until(lambda: link.ready)
         live = booking("a")
-        link.keep(live)
+        keep(link, live)
         link.free(live, None, prefill_complete=True)
         await until(lambda: scheduler.freed)
     assert [len(call.updates) for call in scheduler.calls if call.updates] == [1]

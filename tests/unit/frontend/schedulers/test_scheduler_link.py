@@ -29,6 +29,7 @@ from .linked_scheduler import (
     Refusing,
     Several,
     booking,
+    keep,
     linked,
     selection,
     until,
@@ -101,7 +102,7 @@ async def test_a_scheduler_that_answers_no_heartbeat_is_left_for_another() -> No
     first, second = Answering(), Answering()
     async with linked(Several(first=first, second=second), heartbeat_timeout_seconds=0.1) as link:
         await until(lambda: first.heartbeats)
-        link.keep(booking("kept"))
+        keep(link, booking("kept"))
         first.at_work.clear()
         await link.select(selection(), deadline=Deadline.never())
         await until_asserted(second, 1)
@@ -154,8 +155,8 @@ async def test_an_opening_lists_live_bookings_and_waiting_selections() -> None:
     async with linked(scheduler) as link:
         await until(lambda: link.ready)
         kept, freed = booking("kept"), booking("freed")
-        link.keep(kept)
-        link.keep(freed)
+        keep(link, kept)
+        keep(link, freed)
         link.free(freed, None)
         await link.select(selection(), deadline=Deadline.after(9))
     listed = [[each.request_id for each in opening.live.bookings] for opening in scheduler.openings]
@@ -214,7 +215,7 @@ async def test_a_scheduler_in_this_process_is_called_without_a_task() -> None:
         asyncio.get_running_loop().call_soon(switched.append, None)
         await link.select(selection(), deadline=Deadline.after(9))
         live = booking("a")
-        link.keep(live)
+        keep(link, live)
         link.prefill_complete(live)
         link.free(live, None)
         assert not switched, "it was answered in the same step"

@@ -96,12 +96,13 @@ def test_output_is_as_good_as_an_answer() -> None:
     found = health()
     call = found.begin("a:1")
     miss(found, "a:1", 4)
-    call.heard()
+    call.answered()
     miss(found, "a:1", 4)
     assert not found.avoided(POOL)
     miss(found, "a:1", 1)
     assert [each.worker_id for each in found.avoided(POOL)] == [1]
-    call.heard()
+    call.answered()
+    call.worker.pieces += 1
     assert not found.avoided(POOL)
     assert not found.take_unheard(["a:1"])
     assert found.take_unheard(["a:1"]) == ["a:1"], "a probe is due again"

@@ -132,7 +132,11 @@ class Progress:
             if self.output_tokens:
                 self._observe_latency((now_ns - self.last_output_ns) / 1e9, tokens)
             else:
-                self._prefill_complete(ends=output.finish_reason != 0)
+                if output.finish_reason and self._handover_us is None:
+                    self._frees_when_prefilled = True  # ``end`` follows, which says both in one update.
+                else:
+                    handover_us = None if self._handover_us is None else self._handover_us()
+                    self._link.prefill_complete(self._booking, handover_us=handover_us)
                 waited = self._metrics.migration_seconds if self._continues else self._metrics.ttft_seconds
                 waited.observe((now_ns - self._since_ns) / 1e9)
                 self.first_output_ns = now_ns
@@ -160,7 +164,7 @@ class Progress:
 
     def end(self) -> None:
         """Frees the booking."""
-        self._count()
+        self._metrics.output_tokens.inc(self.output_tokens - self._counted_tokens)
         self._link.free(
             self._booking,
             self.cached_tokens,
@@ -169,24 +173,13 @@ class Progress:
             prefill_complete=self._frees_when_prefilled,
         )
 
-    def _prefill_complete(self, *, ends: bool) -> None:
-        if self._handover_us is not None:
-            self._link.prefill_complete(self._booking, handover_us=self._handover_us())
-        elif ends:
-            self._frees_when_prefilled = True  # ``end`` follows, which says both in one update.
-        else:
-            self._link.prefill_complete(self._booking)
-
     def _report(self) -> None:
         """Reports the need of a further block."""
         self._link.report_output(self._booking, self.output_tokens)
-        self._count()
-        if self._kept is not None:
-            self._kept.compact()
-
-    def _count(self) -> None:
         self._metrics.output_tokens.inc(self.output_tokens - self._counted_tokens)
         self._counted_tokens = self.output_tokens
+        if self._kept is not None:
+            self._kept.compact()
 
 
 GENERATE = "kvrouter.v1.WorkerService/Generate"

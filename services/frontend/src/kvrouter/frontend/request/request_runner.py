@@ -10,7 +10,7 @@ from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.access.rules import check_generation
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.packed_prompt import TOKEN_BYTES, with_content
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
 from kvrouter.frontend.recording.recorder import Recorder
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, migration_blocker
@@ -131,10 +131,9 @@ class RequestRunner:
                 )
             views, lora_name, _ = self.models.resolve(request.model)
             known_model = views[0].descriptor.model
-            identity = with_content(prompt, request.multimodal_hashes)
             caller = current_caller()
             tenant = request.scope.tenant if caller is None else caller.tenant
-            deaths = RequestDeaths(self.poison_prompts, tenant, known_model, identity)
+            deaths = RequestDeaths(self.poison_prompts, tenant, known_model, prompt, request.multimodal_hashes)
             if lora_name:
                 request.model = known_model
                 request.scope.lora_name = lora_name

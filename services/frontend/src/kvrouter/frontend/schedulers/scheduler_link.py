@@ -207,7 +207,7 @@ class SchedulerLink:
         selection = await self.select(request, deadline=deadline)
         sequences = max(1, routing.sequences)
         booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size, sequences)
-        self.keep(booking)
+        self._updates.live[booking.name] = booking
         return selection, booking
 
     async def _wait_session(self, deadline: Deadline) -> Session | None:
@@ -240,10 +240,6 @@ class SchedulerLink:
         if self._session is None:
             return DependencyAway(f"no session with a Scheduler of {self._component} is open: check that one is ready")
         return DeadlineExceeded("the Scheduler chose no worker before the deadline")
-
-    def keep(self, booking: LiveBooking) -> None:
-        """Stores a booking until it is freed, to re-assert it at another Scheduler."""
-        self._updates.live[booking.name] = booking
 
     def prefill_complete(self, booking: LiveBooking, *, handover_us: int | None = None) -> None:
         """Reports a computed prompt. Does not wait.
@@ -304,7 +300,7 @@ class SchedulerLink:
         They are sent when the current message from a worker is processed, since it may cause updates of many requests.
         """
         session = self._session
-        if session is None or not self._updates.unsent:
+        if session is None:
             return
         if not session.unanswered:
             if self._sending is None:
@@ -351,7 +347,8 @@ class SchedulerLink:
         self._updates.answered(answer, is_last=not session.unanswered)
         if self._updates.refused:
             self._refusal.set()
-        self._schedule_send()
+        if self._updates.unsent:
+            self._schedule_send()
 
     def _end(self, session: Session, cause: str) -> None:
         """Ends a session in this step: nothing more is sent in it."""

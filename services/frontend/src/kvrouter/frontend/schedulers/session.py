@@ -74,7 +74,7 @@ class Session:
         except StopIteration as ended:
             selected: SelectWorkerResponse = ended.value
             return selected
-        limit = asyncio.timeout(0 if self.has_ended else deadline.remaining())
+        limit = asyncio.timeout(0 if self._ended.is_set() else deadline.remaining())
         try:
             async with limit:
                 self._waiting.add(limit)

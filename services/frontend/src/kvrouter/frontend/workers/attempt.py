@@ -101,6 +101,7 @@ class WorkerAttempt:
         self._on_output = dispatch.on_output
         self._may_leave = dispatch.may_leave
         self._health = health
+        self._worker = health.worker
         self._metrics = metrics
         self._max_tokens = dispatch.request.stop_conditions.max_tokens if max_tokens is None else max_tokens
         self._limit = OutputLimit(self._max_tokens)
@@ -134,7 +135,7 @@ class WorkerAttempt:
         Returns None for a worker that answers, or if the client and the deadline did not end the request.
         """
         fate, ended = None, self.ended
-        if self._health.worker.missed:
+        if self._worker.missed:
             timed_out = ended.done() and not ended.cancelled() and isinstance(ended.result(), DeadlineExceeded)
             fate = self._health.fate() if timed_out or not self._over else None
         if not self._over:
@@ -156,21 +157,16 @@ class WorkerAttempt:
 
     def on_response(self, encoded: bytes) -> None:
         """Passes a piece on that a worker has sent, an encoded WorkerServiceGenerateResponse."""
-        if self._has_output and not (self._over or self._finish_reason):
-            token_ids = read_tokens(encoded)
-            if token_ids is not None and (count := len(token_ids)) <= self._limit.left:
-                self._limit.left -= count
-                self._health.heard()
-                tokens = Output()
-                tokens.tokens = count
-                tokens.token_ids = token_ids
-                tokens.raw = encoded
-                try:
-                    self._on_output(tokens)
-                except Exception as error:
-                    self._receiver_failed(error)
-                return
-        if self._has_finished():
+        self._worker.pieces += 1
+        if (self._over or self._finish_reason or self._worker.missed) and self._has_finished():
+            return
+        token_ids = read_tokens(encoded) if self._has_output else None
+        if token_ids is not None and (count := len(token_ids)) <= self._limit.left:
+            self._limit.left -= count
+            try:
+                self._on_output(Output(count, token_ids, encoded))
+            except Exception as error:
+                self._receiver_failed(error)
             return
         try:
             output = DetailedOutput.parse(encoded)
@@ -181,19 +177,21 @@ class WorkerAttempt:
 
     def take(self, output: DetailedOutput) -> None:
         """Passes a piece on that an engine has sent over its OpenAI API."""
-        is_between = self._has_output and not (self._over or self._finish_reason or output.finish_reason)
-        if is_between and output.tokens <= self._limit.left:
+        self._worker.pieces += 1
+        if (self._over or self._finish_reason or self._worker.missed) and self._has_finished():
+            return
+        if self._has_output and not output.finish_reason and output.tokens <= self._limit.left:
             self._limit.left -= output.tokens
-            self._health.heard()
             self._pass_on(output)
-        elif not self._has_finished():
+        else:
             self._take(output)
 
     def _has_finished(self) -> bool:
         """Returns whether a further piece comes after the end of the output, and is ignored."""
         if self._over:
             return True
-        self._health.heard()
+        if self._worker.missed:
+            self._health.answered()
         if self._finish_reason:
             self._finish()
             return True
@@ -256,13 +254,13 @@ class WorkerAttempt:
         self._end(error.untraced() if isinstance(error, KvRouterError) else error)
 
     def _wait_for_output(self) -> None:
-        worker = self._health.worker
+        worker = self._worker
         self._missed_to_leave = worker.missed + self._dispatch.stays_a_probe
         if worker.should_be_left:
             self._leave_if_needed()
 
     def _leave_if_needed(self) -> None:
-        health, worker = self._health, self._health.worker
+        health, worker = self._health, self._worker
         if self._over:
             return
         if health.is_lost and self._may_leave("lost"):
@@ -319,7 +317,7 @@ class WorkerAttempt:
             fate = None if not_taken or error.code in _HARMLESS else self._health.fate(connection_lost=died)
             failure = self._note(error.code.name, f"failed with {error.code.name}: {error.message}")
             return replace(failure, outcome_unknown=unknown, not_taken=not_taken, fate=fate)
-        worker = self._health.worker
+        worker = self._worker
         if fault is Fault.DEADLINE and worker.suspected:
             return DeadlineExceeded(
                 f"the deadline has passed; worker {self._worker_id} has missed {worker.missed} probes in a row"

@@ -216,9 +216,14 @@ class WorkerHealth:
             if worker.leaving:
                 worker.leaving_intervals += 1
                 self._wake([worker])
-            if worker.detector is None or worker.detector.is_idle:
+            detector = worker.detector
+            if detector is None:
                 continue
-            verdict = worker.detector.interval_ended(seconds)
+            detector.pieces = worker.pieces - worker.pieces_at_interval
+            worker.pieces_at_interval = worker.pieces
+            if detector.is_idle:
+                continue
+            verdict = detector.interval_ended(seconds)
             if verdict:
                 self._stall(worker)
             elif verdict is False and worker.stalled:
@@ -257,9 +262,9 @@ class WorkerHealth:
         unheard: list[str] = []
         for endpoint in endpoints:
             worker = self._workers[endpoint]
-            if worker.is_watched and not worker.heard:
+            if worker.is_watched and worker.pieces == worker.pieces_at_probe:
                 unheard.append(endpoint)
-            worker.heard = False
+            worker.pieces_at_probe = worker.pieces
         return unheard
 
     def answered(self, endpoint: str) -> None:

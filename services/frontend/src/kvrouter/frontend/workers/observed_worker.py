@@ -144,8 +144,12 @@ class ObservedWorker:
     """Whether that time has come."""
     leaving_intervals: int = 0
     """Number of intervals at whose end it had come."""
-    heard: bool = False
-    """Whether it sent anything since the last probe."""
+    pieces: int = 0
+    """Pieces of output it has sent. Whoever receives one adds it."""
+    pieces_at_probe: int = 0
+    """Those it had sent when it was last due to be probed."""
+    pieces_at_interval: int = 0
+    """Those it had sent at the end of the last interval in which its progress was observed."""
     last_failure: str = ""
     is_draining: bool = False
     """Whether it is stopping, or an operator drains it, or it left while it answered: then its end is no death."""
@@ -247,14 +251,9 @@ class WorkerCall:
         """Returns the fate of the worker, which the request leaves, or which fails it; None if it is draining."""
         return self._health.death_of(self.worker) if connection_lost else self._health.fate_of(self.worker)
 
-    def heard(self) -> None:
-        """Records that the worker sent something."""
-        worker = self.worker
-        worker.heard = True
-        if worker.detector is not None:
-            worker.detector.pieces += 1
-        if worker.missed:
-            self._health.answered(worker.endpoint)
+    def answered(self) -> None:
+        """Records that the worker answers, since it sent something."""
+        self._health.answered(self.worker.endpoint)
 
     def responded(self) -> None:
         """Records the first output."""

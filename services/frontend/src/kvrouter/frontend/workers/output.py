@@ -6,7 +6,7 @@ Nearly all pieces of a stream have only tokens: an ``Output``. The others are a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 from kvrouter.v1.common_pb2 import LowerTiers
@@ -23,17 +23,31 @@ OptionalField = Literal["cached_tokens", "finish_reason", "transfer_params"]
 _UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
 
 
-class Output:
-    """Tokens and nothing else. Whoever makes one sets all slots: an ``__init__`` would double its cost."""
+class Output(msgspec.Struct, eq=False, gc=False):
+    """Tokens and nothing else."""
 
-    __slots__ = ("raw", "token_ids", "tokens")
-
-    tokens: int
+    tokens: int = 0
     """Number of tokens."""
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] = ()
     """Their ids; fewer if an engine does not tell them all."""
-    raw: bytes
+    raw: bytes = b""
     """The piece as it was received: an encoded WorkerServiceGenerateResponse, or bytes for the client of an engine."""
+
+    # Not annotated, so that they are no fields: what a piece with more may have.
+    finish_reason = _UNFINISHED
+    cached_tokens = cast("int | None", None)
+    lower_cached_tokens = cast("LowerTiers | None", None)
+    transfer_params = cast("TransferParams | None", None)
+    logprobs = cast("Sequence[float]", ())
+    top_logprobs = cast("Sequence[TopLogprobs]", ())
+
+    def without(self, field: OptionalField) -> Output:  # noqa: ARG002 - it has none
+        """Returns the piece without one of its optional fields."""
+        return self
+
+
+class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
+    """Tokens with more, such as the reason why the output ends."""
 
     finish_reason: FinishReason = _UNFINISHED
     cached_tokens: int | None = None
@@ -44,53 +58,14 @@ class Output:
     """Hands the prompt's KV blocks over, in the output of a prefill."""
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogprobs] = ()
-
-    def without(self, field: OptionalField) -> Output:  # noqa: ARG002 - it has none
-        """Returns the piece without one of its optional fields."""
-        return self
-
-
-class DetailedOutput(Output):
-    """Tokens with more, such as the reason why the output ends."""
-
-    __slots__ = (
-        "cached_tokens",
-        "finish_reason",
-        "logprobs",
-        "lower_cached_tokens",
-        "message",
-        "top_logprobs",
-        "transfer_params",
-    )
-
-    def __init__(
-        self,
-        tokens: int = 0,
-        token_ids: Sequence[int] = (),
-        raw: bytes = b"",
-        *,
-        finish_reason: FinishReason = _UNFINISHED,
-        cached_tokens: int | None = None,
-        lower_cached_tokens: LowerTiers | None = None,
-        transfer_params: TransferParams | None = None,
-    ) -> None:
-        self.tokens = tokens
-        self.token_ids = token_ids
-        self.raw = raw
-        self.finish_reason = finish_reason
-        self.cached_tokens = cached_tokens
-        self.lower_cached_tokens = lower_cached_tokens
-        self.transfer_params = transfer_params
-        self.logprobs = ()
-        self.top_logprobs = ()
-        self.message: GenerateOutput | None = None
-        """The worker's message, parsed; None from an engine's OpenAI API."""
+    message: GenerateOutput | None = None
+    """The worker's message, parsed; None from an engine's OpenAI API."""
 
     @classmethod
     def of(cls, message: GenerateOutput, raw: bytes = b"") -> DetailedOutput:
         """Returns the piece of a worker's message; ``raw`` is its encoding, empty to make it."""
         token_ids = tuple(message.token_ids)
-        output = cls(
+        return cls(
             len(token_ids),
             token_ids,
             raw or WorkerServiceGenerateResponse(output=message).SerializeToString(),
@@ -98,9 +73,10 @@ class DetailedOutput(Output):
             cached_tokens=message.cached_tokens if message.HasField("cached_tokens") else None,
             lower_cached_tokens=message.lower_cached_tokens if message.HasField("lower_cached_tokens") else None,
             transfer_params=message.transfer_params if message.HasField("transfer_params") else None,
+            logprobs=message.logprobs,
+            top_logprobs=message.top_logprobs,
+            message=message,
         )
-        output.logprobs, output.top_logprobs, output.message = message.logprobs, message.top_logprobs, message
-        return output
 
     @classmethod
     def parse(cls, raw: bytes) -> DetailedOutput:

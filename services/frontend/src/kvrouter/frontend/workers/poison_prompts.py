@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -13,8 +13,10 @@ from hashlib import blake2b
 import msgspec
 import structlog
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.frontend.packed_prompt import with_content
 from kvrouter.frontend.workers.failures import HANGS, WorkerFailure, WorkerFate
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.common_pb2 import MultimodalHash
 from kvrouter.v1.errors import DeadlineExceeded, PoisonPrompt
 
 log = structlog.get_logger(component="frontend")
@@ -161,6 +163,8 @@ class RequestDeaths(msgspec.Struct, eq=False):
     """Its base model."""
     prompt: bytes
     """The prompt the client sent, a packed buffer."""
+    content: Sequence[MultimodalHash] = ()
+    """Hashes of its multimodal content."""
     key: bytes = b""
     """Key of the prompt; empty until it matters."""
     failures: list[WorkerFailure] = []
@@ -293,5 +297,5 @@ class RequestDeaths(msgspec.Struct, eq=False):
 
     def _find_key(self) -> bytes:
         if not self.key:
-            self.key = prompt_key(self.tenant, self.model, self.prompt)
+            self.key = prompt_key(self.tenant, self.model, with_content(self.prompt, self.content))
         return self.key

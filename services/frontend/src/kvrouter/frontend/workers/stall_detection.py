@@ -58,7 +58,7 @@ class StallDetector:
         self._backlog_tokens = 0
         """Prompt tokens of requests without output."""
         self.pieces = 0
-        """Pieces of output in this interval. Whoever receives a piece adds it, without a call for every token."""
+        """Pieces of output in this interval, to be set before it ends."""
         self._usual_rate: float | None = None
         """Usual pieces per second of a request with output."""
         self._seconds_per_token: float | None = None
