@@ -37,6 +37,7 @@ def encode_with_prompt(request: WorkerServiceGenerateRequest, prompt: bytes) -> 
 
 
 _HASH_BYTES = 8
+_NO_SCOPE = Scope()
 
 
 def hash_prompt(
@@ -51,7 +52,9 @@ def hash_prompt(
     if media := request.multimodal_hashes:
         content = content_in_blocks(media, block_size)
         multimodal = [(block - blocks, content_hash) for block, content_hash in content if block >= blocks]
-    scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
+    scope = _NO_SCOPE
+    if request.HasField("scope"):
+        scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
     return known + local_hashes(prompt[blocks * block_size * TOKEN_BYTES :], block_size, scope, multimodal)
 
 

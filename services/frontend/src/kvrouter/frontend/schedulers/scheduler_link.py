@@ -205,7 +205,7 @@ class SchedulerLink:
         """
         request = pb.SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=arrived_unix_ns)
         selection = await self.select(request, deadline=deadline)
-        sequences = max(1, routing.sequences)
+        sequences = routing.sequences or 1
         booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size, sequences)
         self._updates.live[booking.name] = booking
         return selection, booking
@@ -305,8 +305,8 @@ class SchedulerLink:
         if not session.unanswered:
             if self._sending is None:
                 self._sending = asyncio.get_running_loop().call_soon(self._flush, context=self._background)
-        else:
-            self._end_if_overflowed(session)
+        elif self._updates.overflowed:
+            self._end_overflowed(session)
 
     def _flush(self) -> None:
         if self._sending is None:
@@ -317,13 +317,12 @@ class SchedulerLink:
         if session is not None:
             if not session.unanswered:
                 self._send_updates(session)
-            if session.unanswered:
-                self._end_if_overflowed(session)
+            if session.unanswered and self._updates.overflowed:
+                self._end_overflowed(session)
 
-    def _end_if_overflowed(self, session: Session) -> None:
-        if self._updates.overflowed:
-            # Nothing is lost: the next opening re-asserts live bookings, and frees are sent again.
-            self._end(session, f"the Scheduler has not acknowledged {MAX_UPDATES} updates")
+    def _end_overflowed(self, session: Session) -> None:
+        # Nothing is lost: the next opening re-asserts live bookings, and frees are sent again.
+        self._end(session, f"the Scheduler has not acknowledged {MAX_UPDATES} updates")
 
     def _send_updates(self, session: Session) -> None:
         # A Scheduler in this process answers before the next call is made.

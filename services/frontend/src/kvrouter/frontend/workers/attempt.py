@@ -20,7 +20,7 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.failures import Fault, WorkerFailure, WorkerFate, fault_of
 from kvrouter.frontend.workers.observed_worker import WorkerCall
-from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputLimit
+from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net.calls import NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Stage
@@ -104,7 +104,8 @@ class WorkerAttempt:
         self._worker = health.worker
         self._metrics = metrics
         self._max_tokens = dispatch.request.stop_conditions.max_tokens if max_tokens is None else max_tokens
-        self._limit = OutputLimit(self._max_tokens)
+        self._left = self._max_tokens
+        """Tokens that may yet arrive, whether or not the worker keeps to the limit."""
         self.unattributed: WorkerFailure | None = None
         """Its failure, if it may not be its worker's fault."""
         self._missed_to_leave = 0
@@ -161,8 +162,8 @@ class WorkerAttempt:
         if (self._over or self._finish_reason or self._worker.missed) and self._has_finished():
             return
         token_ids = read_tokens(encoded) if self._has_output else None
-        if token_ids is not None and (count := len(token_ids)) <= self._limit.left:
-            self._limit.left -= count
+        if token_ids is not None and (count := len(token_ids)) <= self._left:
+            self._left -= count
             try:
                 self._on_output(Output(count, token_ids, encoded))
             except Exception as error:
@@ -180,8 +181,8 @@ class WorkerAttempt:
         self._worker.pieces += 1
         if (self._over or self._finish_reason or self._worker.missed) and self._has_finished():
             return
-        if self._has_output and not output.finish_reason and output.tokens <= self._limit.left:
-            self._limit.left -= output.tokens
+        if self._has_output and not output.finish_reason and output.tokens <= self._left:
+            self._left -= output.tokens
             self._pass_on(output)
         else:
             self._take(output)
@@ -199,7 +200,10 @@ class WorkerAttempt:
 
     def _take(self, output: DetailedOutput) -> None:
         """Passes a piece on that begins or ends the output, or has more than tokens."""
-        output = self._limit.cut(output)
+        is_overrun = output.tokens > self._left
+        if is_overrun:
+            output = output.first(self._left)
+        self._left -= output.tokens
         self._finish_reason = output.finish_reason
         if not self._has_output:
             if output.tokens:
@@ -218,7 +222,7 @@ class WorkerAttempt:
                 self._end(failure)
         if not self._over:
             self._pass_on(output)
-            if self._limit.overrun and not self._over:
+            if is_overrun and not self._over:
                 self._stop_overrun()
 
     def on_end(self) -> None:
@@ -288,8 +292,8 @@ class WorkerAttempt:
 
     def _end_failed(self, outcome: Outcome) -> None:
         """Ends output with no finish reason. At max_tokens it is complete for the client nevertheless."""
-        if self._limit.reached:
-            self._pass_on(self._limit.last_piece())
+        if not self._left:
+            self._pass_on(DetailedOutput.last())
             self._end(None)
         else:
             self._end(outcome or self._note("unfinished", "ended its answer unfinished"))

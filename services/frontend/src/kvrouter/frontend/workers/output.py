@@ -87,6 +87,11 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
         """
         return cls.of(WorkerServiceGenerateResponse.FromString(raw).output, raw)
 
+    @classmethod
+    def last(cls) -> DetailedOutput:
+        """Returns a piece without tokens ending the output with finish reason LENGTH."""
+        return cls.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_LENGTH))
+
     def first(self, tokens: int) -> DetailedOutput:
         """Returns the first tokens of a worker's piece, ended with finish reason LENGTH."""
         rest = self.copy_message()
@@ -115,31 +120,3 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
         if self.message is not None:
             message.CopyFrom(self.message)
         return message
-
-
-class OutputLimit(msgspec.Struct):
-    """Counts the output tokens of one request against ``max_tokens``, whether or not its worker does."""
-
-    left: int
-    """Tokens that may yet arrive; ``max_tokens`` at first. Whoever receives fewer subtracts them, without a call."""
-    overrun: bool = False
-    """Whether the worker generated more than ``max_tokens``."""
-
-    @property
-    def reached(self) -> bool:
-        """Whether ``max_tokens`` tokens have arrived."""
-        return not self.left
-
-    def cut(self, output: DetailedOutput) -> DetailedOutput:
-        """Returns the piece unchanged, or if it exceeds the limit, its first part with finish reason LENGTH."""
-        if output.tokens <= self.left:
-            self.left -= output.tokens
-            return output
-        self.overrun = True
-        kept, self.left = self.left, 0
-        return output.first(kept)
-
-    @staticmethod
-    def last_piece() -> DetailedOutput:
-        """Returns a piece without tokens ending the output with finish reason LENGTH."""
-        return DetailedOutput.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_LENGTH))
