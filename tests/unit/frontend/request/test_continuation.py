@@ -23,7 +23,7 @@ UNREACHED = WorkerFailure(1, "UNAVAILABLE", "worker 1 failed", not_taken=True)
 def test_the_tokens_of_all_pieces_are_kept_in_order(pieces: int) -> None:
     kept = KeptOutput()
     for number in range(pieces):
-        kept.add((number, number + 1))
+        kept.pieces.append((number, number + 1))
         if number % 16 == 0:
             kept.compact()
     expected = [token for number in range(pieces) for token in (number, number + 1)]

@@ -89,9 +89,9 @@ class NumberedUpdates(RuleBasedStateMachine):
         if kind == 0:
             self.client.free(key_of(key), FreeRequest(booking=key))
         elif kind == 1:
-            self.client.add(BookingUpdate(prefill_complete=MarkPrefillCompleteRequest(booking=key)))
+            self.client.unsent.append(BookingUpdate(prefill_complete=MarkPrefillCompleteRequest(booking=key)))
         else:
-            self.client.add(BookingUpdate(output=ReportOutputRequest(booking=key, output_tokens=1)))
+            self.client.unsent.append(BookingUpdate(output=ReportOutputRequest(booking=key, output_tokens=1)))
 
     @rule(waits=st.booleans())
     def send(self, waits: bool) -> None:
@@ -185,7 +185,7 @@ def test_what_waits_for_too_long_is_replaced_by_the_next_opening(monkeypatch: An
     client.opened(node.sessions.open(client.opening()))
     for number in range(6):
         key = BookingKey(request_id=f"r{number}")
-        client.add(BookingUpdate(output=ReportOutputRequest(booking=key, output_tokens=1)))
+        client.unsent.append(BookingUpdate(output=ReportOutputRequest(booking=key, output_tokens=1)))
         client.free(key_of(key), FreeRequest(booking=key))
     assert client.overflowed
     client.opened(node.sessions.open(client.opening()))

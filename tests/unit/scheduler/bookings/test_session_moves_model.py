@@ -91,7 +91,7 @@ class Client:
 
     def add(self, update: BookingUpdate | None) -> None:
         if update is not None and self.stream is not None and self.stream.open:
-            self.updates.add(update)
+            self.updates.unsent.append(update)
             self.send()
 
     def send(self, *, all_of_them: bool = False) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Final, Protocol
+from typing import Protocol
 
+import msgspec
 from kvrouter.frontend.metrics import ModelMetrics
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
@@ -46,28 +48,27 @@ _MAX_PIECES = 512
 """Pieces kept before ``compact`` packs their tokens."""
 
 
-class KeptOutput:
+class KeptOutput(msgspec.Struct):
     """The output tokens of a request. Keeping a piece costs one append; many are packed at once."""
 
-    def __init__(self) -> None:
-        self._tokens = array("I")
-        self._pieces: list[Sequence[int]] = []
-        self.add: Final = self._pieces.append
-        """Adds the token ids of a piece."""
+    pieces: list[Sequence[int]] = []
+    """The token ids of the latest pieces, in the order in which they were appended."""
+    packed_pieces: array[int] = msgspec.field(default_factory=partial(array, "I"))
+    """The tokens of those before."""
 
     def compact(self) -> None:
         """Limits the memory of the pieces. To be called now and then."""
-        if len(self._pieces) > _MAX_PIECES:
+        if len(self.pieces) > _MAX_PIECES:
             self._pack()
 
     def packed(self) -> bytes:
         """Returns the tokens as a packed buffer."""
         self._pack()
-        return self._tokens.tobytes()
+        return self.packed_pieces.tobytes()
 
     def _pack(self) -> None:
-        self._tokens.extend(chain.from_iterable(self._pieces))
-        self._pieces.clear()
+        self.packed_pieces.extend(chain.from_iterable(self.pieces))
+        self.pieces.clear()
 
 
 class Progress:
@@ -110,7 +111,7 @@ class Progress:
         self._metrics = metrics
         self._since_ns = since_ns
         self._kept = kept
-        self._keep = None if kept is None else kept.add
+        self._keep = None if kept is None else kept.pieces.append
         self._output = receiver.output
         self._observe_latency = metrics.token_latency.observe
         self._continues = continues

@@ -204,10 +204,6 @@ class BookingUpdates:
         self.live.pop(name, None)
         self.unsent.append(pb.BookingUpdate(free=freeing))
 
-    def add(self, update: pb.BookingUpdate) -> None:
-        """Adds an update to those to be sent."""
-        self.unsent.append(update)
-
     def next_call(self) -> pb.UpdateBookingsRequest:
         """Returns the next call with updates to send, as many as fit."""
         unsent, sent = self.unsent, self._sent
@@ -248,7 +244,7 @@ class BookingUpdates:
 
     def _reassert(self, key: Key) -> None:
         self._asserting[self._first + len(self._sent) + len(self.unsent)] = key
-        self.add(pb.BookingUpdate(reassert=self.live[key].to_reassert()))
+        self.unsent.append(pb.BookingUpdate(reassert=self.live[key].to_reassert()))
 
     def _note_refusal(self, key: Key, refused: pb.RefusedUpdate) -> None:
         if refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:

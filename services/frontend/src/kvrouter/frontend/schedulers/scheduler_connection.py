@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, cast
 
+import msgspec
 from google.protobuf.message import DecodeError
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.net.tls import Tls
@@ -124,11 +126,15 @@ class StreamConnection:
 
     def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:
         """Sends updates with whatever else is ready for the stream."""
-        self._start(_UPDATE, request.SerializeToString(), answer)
+        try:
+            self._client.start(_UPDATE, request.SerializeToString(), _Response(answer))
+        except KvRouterError as error:
+            answer(error)
 
     def close_session(self, request: pb.CloseSessionRequest) -> None:
         """Closes a session."""
-        self._start(_CLOSE, request.SerializeToString(), lambda _: None)
+        with suppress(KvRouterError):
+            self._client.start(_CLOSE, request.SerializeToString(), _Response(lambda _: None))
 
     @property
     def running_calls(self) -> int:
@@ -139,32 +145,23 @@ class StreamConnection:
         """Returns when the stream has ended or takes no new calls, and at once if it is not open."""
         await self._client.wait_lost()
 
-    def _start(self, method: str, encoded: bytes, answer: UpdateAnswer) -> None:
-        try:
-            self._client.start(method, encoded, _Response(answer))
-        except KvRouterError as error:
-            answer(error)
 
-
-class _Response:
+class _Response(msgspec.Struct, eq=False):
     """Receives the response of a call with updates."""
 
-    __slots__ = ("_answer", "_encoded")
-
-    def __init__(self, answer: UpdateAnswer) -> None:
-        self._answer = answer
-        self._encoded = b""
+    answer: UpdateAnswer
+    encoded: bytes = b""
 
     def on_response(self, encoded: bytes) -> None:
-        self._encoded = encoded
+        self.encoded = encoded
 
     def on_end(self) -> None:
         try:
-            response = pb.UpdateBookingsResponse.FromString(self._encoded)
+            response = pb.UpdateBookingsResponse.FromString(self.encoded)
         except DecodeError:
-            self._answer(Internal("the service sent a response that cannot be parsed"))
+            self.answer(Internal("the service sent a response that cannot be parsed"))
         else:
-            self._answer(response)
+            self.answer(response)
 
     def on_error(self, error: KvRouterError) -> None:
-        self._answer(error)
+        self.answer(error)

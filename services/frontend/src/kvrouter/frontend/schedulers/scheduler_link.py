@@ -162,7 +162,8 @@ class SchedulerLink:
                 try:
                     if self._updates.unsent:
                         self._send_updates(session)
-                    selected = await session.answer(self._call(session, request, deadline), deadline)
+                    seconds = deadline.remaining()
+                    selected = await session.answer(self._call(session, request, seconds), seconds)
                 except SelectionUnanswered:
                     if session.has_ended:
                         continue
@@ -221,13 +222,12 @@ class SchedulerLink:
         return self._session
 
     def _call(
-        self, session: Session, request: pb.SelectWorkerRequest, deadline: Deadline
+        self, session: Session, request: pb.SelectWorkerRequest, seconds: float | None
     ) -> Coroutine[Any, Any, pb.SelectWorkerResponse]:
-        """Returns the call of a selection, which has not begun."""
-        remaining = deadline.remaining()
+        """Returns the call of a selection with so many seconds left, which has not begun."""
         request.session_id, request.opening_number = self._session_id, self._updates.opening_number
-        if remaining is not None:
-            request.time_left_ms = int(remaining * 1e3)
+        if seconds is not None:
+            request.time_left_ms = int(seconds * 1e3)
         limit = Deadline.after(_LONGEST_SELECTION_SECONDS)
         call = session.connection.scheduler.select_worker(request, deadline=limit)
         return _traced(call) if is_recording() else call
@@ -251,14 +251,14 @@ class SchedulerLink:
         update = self._updates.prefill_complete(booking, handover_us)
         # Without a session nothing is to be sent: the next opening re-asserts the booking as it is by then.
         if self._session is not None:
-            self._updates.add(update)
+            self._updates.unsent.append(update)
             self._schedule_send()
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
         """Reports the number of output tokens if the request needs a further block. Does not wait."""
         update = self._updates.report_output(booking, output_tokens)
         if update is not None and self._session is not None:
-            self._updates.add(update)
+            self._updates.unsent.append(update)
             self._schedule_send()
 
     def free(

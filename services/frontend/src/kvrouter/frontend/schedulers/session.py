@@ -8,7 +8,6 @@ from types import coroutine
 from typing import Any, TypeVar
 
 from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection
-from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
 _Result = TypeVar("_Result")
@@ -50,20 +49,20 @@ class Session:
         self.connection = connection
         self.unanswered = 0
         """Number of calls with unanswered updates."""
+        self.has_ended = False
         self._waiting: set[asyncio.Timeout] = set()
         """The time limits of the selections waiting for the Scheduler."""
         self._ended = asyncio.Event()
         self._cause = ""
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the session has ended."""
-        return self._ended.is_set()
-
     async def answer(
-        self, selection: Coroutine[Any, Any, SelectWorkerResponse], deadline: Deadline
+        self, selection: Coroutine[Any, Any, SelectWorkerResponse], seconds: float | None
     ) -> SelectWorkerResponse:
         """Runs a selection while the session lasts. A Scheduler in this process mostly answers without waiting.
+
+        Args:
+            selection: The call, which has not begun.
+            seconds: Time for it; None for no limit.
 
         Raises:
             SelectionUnanswered: the session or the time ended first.
@@ -74,7 +73,7 @@ class Session:
         except StopIteration as ended:
             selected: SelectWorkerResponse = ended.value
             return selected
-        limit = asyncio.timeout(0 if self._ended.is_set() else deadline.remaining())
+        limit = asyncio.timeout(0 if self.has_ended else seconds)
         try:
             async with limit:
                 self._waiting.add(limit)
@@ -96,8 +95,9 @@ class Session:
 
     def end(self, cause: str) -> None:
         """Ends the session and the selections under way, which are repeated in the next session."""
-        if self._ended.is_set():
+        if self.has_ended:
             return
+        self.has_ended = True
         self._cause = cause
         self._ended.set()
         now = asyncio.get_running_loop().time()

@@ -25,7 +25,7 @@ from kvrouter.net.calls import NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.errors import DeadlineExceeded, Draining, KvRouterError, WorkerLost
-from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
 
 log = structlog.get_logger(component="frontend")
 
@@ -170,11 +170,11 @@ class WorkerAttempt:
                 self._receiver_failed(error)
             return
         try:
-            output = DetailedOutput.parse(encoded)
+            message = WorkerServiceGenerateResponse.FromString(encoded).output
         except DecodeError:
             self._end_failed(self._note("malformed", "sent a message that is no WorkerServiceGenerateResponse"))
         else:
-            self._take(output)
+            self._take(DetailedOutput.of(message, encoded))
 
     def take(self, output: DetailedOutput) -> None:
         """Passes a piece on that an engine has sent over its OpenAI API."""

@@ -79,15 +79,6 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
         )
 
     @classmethod
-    def parse(cls, raw: bytes) -> DetailedOutput:
-        """Parses an encoded WorkerServiceGenerateResponse.
-
-        Raises:
-            DecodeError: it is malformed.
-        """
-        return cls.of(WorkerServiceGenerateResponse.FromString(raw).output, raw)
-
-    @classmethod
     def last(cls) -> DetailedOutput:
         """Returns a piece without tokens ending the output with finish reason LENGTH."""
         return cls.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_LENGTH))

@@ -95,8 +95,13 @@ class StallDetector:
         self._end_wait(request)
         request.has_output = True
         self._generating += 1
-        if request.is_typical:
-            self._learn_wait(request, now - request.began)
+        if not request.is_typical:
+            return
+        waited = now - request.began
+        per_token = waited / max(request.backlog_tokens, _MIN_BACKLOG_TOKENS)
+        self._seconds_per_token = max(per_token, (self._seconds_per_token or 0.0) * _MEMORY)
+        self._largest_backlog = max(request.backlog_tokens, self._largest_backlog)
+        self._longest_wait = max(waited, self._longest_wait * _MEMORY)
 
     def ended(self, request: MonitoredRequest) -> None:
         """Removes a request."""
@@ -173,12 +178,6 @@ class StallDetector:
             self._longest_pause = max(self._pause, self._longest_pause * _MEMORY)
         self._pause = self._pause_request_seconds = self._pause_allowed = 0.0
         self._pause_pieces = 0
-
-    def _learn_wait(self, request: MonitoredRequest, waited: float) -> None:
-        per_token = waited / max(request.backlog_tokens, _MIN_BACKLOG_TOKENS)
-        self._seconds_per_token = max(per_token, (self._seconds_per_token or 0.0) * _MEMORY)
-        self._largest_backlog = max(request.backlog_tokens, self._largest_backlog)
-        self._longest_wait = max(waited, self._longest_wait * _MEMORY)
 
     def _end_wait(self, request: MonitoredRequest) -> None:
         self._waiting -= 1
