@@ -142,7 +142,7 @@ def booking(request_id: str) -> LiveBooking:
 
 def keep(link: SchedulerLink, booking: LiveBooking) -> None:
     """Has a link keep a booking, as if it had just made it."""
-    link._updates.live[booking.name] = booking
+    link._updates.live[booking] = None
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.frontend.schedulers import booking_updates
-from kvrouter.frontend.schedulers.booking_updates import BookingUpdates, key_of
+from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.table import BookingTable
@@ -87,7 +87,7 @@ class NumberedUpdates(RuleBasedStateMachine):
         key = BookingKey(request_id=name)
         self.all.append(name)
         if kind == 0:
-            self.client.free(key_of(key), FreeRequest(booking=key))
+            self.client.unsent.append(BookingUpdate(free=FreeRequest(booking=key)))
         elif kind == 1:
             self.client.unsent.append(BookingUpdate(prefill_complete=MarkPrefillCompleteRequest(booking=key)))
         else:
@@ -186,7 +186,7 @@ def test_what_waits_for_too_long_is_replaced_by_the_next_opening(monkeypatch: An
     for number in range(6):
         key = BookingKey(request_id=f"r{number}")
         client.unsent.append(BookingUpdate(output=ReportOutputRequest(booking=key, output_tokens=1)))
-        client.free(key_of(key), FreeRequest(booking=key))
+        client.unsent.append(BookingUpdate(free=FreeRequest(booking=key)))
     assert client.overflowed
     client.opened(node.sessions.open(client.opening()))
     request = client.next_call()

@@ -114,13 +114,13 @@ class Client:
     def cancel(self, name: str) -> None:
         key = self.waiting.pop(name)
         if name in self.sent:
-            self.updates.free(key_of(key), FreeRequest(booking=key))
+            self.updates.unsent.append(BookingUpdate(free=FreeRequest(booking=key)))
             self.send()
-        del self.updates.selecting[key_of(key)]
+        del self.updates.selecting[id(key)]
 
     def finish(self, name: str) -> None:
-        key = self.live.pop(name).key
-        self.updates.free(key_of(key), FreeRequest(booking=key))
+        booking = self.live.pop(name)
+        self.updates.free(booking, FreeRequest(booking=booking.key))
         self.send()
 
     def hear(self, request: Request, response: Response | None) -> None:
@@ -144,8 +144,8 @@ class Client:
                 key = self.waiting.pop(name)
                 booking = LiveBooking.of(key, response, prompt(2).local_hashes, 2 * BLOCK, BLOCK)
                 self.live[name] = booking
-                self.updates.live[booking.name] = booking
-                del self.updates.selecting[key_of(key)]
+                self.updates.live[booking] = None
+                del self.updates.selecting[id(key)]
 
 
 class Moves(RuleBasedStateMachine):
@@ -197,7 +197,7 @@ class Moves(RuleBasedStateMachine):
         self.made += 1
         name = f"{client.name}-{self.made}"
         client.waiting[name] = BookingKey(request_id=name, stage=Stage.STAGE_WHOLE)
-        client.updates.selecting[key_of(client.waiting[name])] = client.waiting[name]
+        client.updates.selecting[id(client.waiting[name])] = client.waiting[name]
         client.select(name)
         if catches_up:
             self.catch_up(which)

@@ -143,9 +143,10 @@ class RequestRunner:
                 view = pools.largest()
             if through is None:
                 check_request(request, tokens, view, self.limits)
-                vocabulary = self.models.texts.vocabulary_size(known_model)
-                check_vocabulary(prompt, vocabulary, "token_ids")
-                check_vocabulary(request.stop_conditions.stop_token_ids, vocabulary, "stop_conditions.stop_token_ids")
+                if vocabulary := self.models.texts.vocabulary_size(known_model):
+                    stops = request.stop_conditions.stop_token_ids
+                    check_vocabulary(prompt, vocabulary, "token_ids")
+                    check_vocabulary(stops, vocabulary, "stop_conditions.stop_token_ids")
             deaths.check()
             sequences = 1 if through is None else through.sequences
             admitted = self.admission.admit(

@@ -18,21 +18,11 @@ from kvrouter.runtime.requests import add_sequence_hashes
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
 
-Key = tuple[str, int, int]
-"""(request_id, attempt, stage)."""
 
-
-def key_of(booking: BookingKey) -> Key:
-    """Returns the key as a hashable value."""
-    return (booking.request_id, booking.attempt, booking.stage)
-
-
-class LiveBooking(msgspec.Struct):
+class LiveBooking(msgspec.Struct, eq=False):
     """A live booking, with the progress of its request."""
 
     key: BookingKey
-    name: Key
-    """The same as a hashable value."""
     component: Component
     rank: Rank
     local_hashes: bytes
@@ -61,7 +51,6 @@ class LiveBooking(msgspec.Struct):
         """Returns the booking a selection made."""
         return cls(
             key=key,
-            name=key_of(key),
             component=selection.component,
             rank=selection.rank,
             local_hashes=local_hashes,
@@ -111,19 +100,20 @@ class BookingUpdates:
         self._client_name = client_name
         self.opening_number = 0
         """Number of the last opening."""
-        self.live: dict[Key, LiveBooking] = {}
-        """Live bookings by name."""
-        self.selecting: dict[Key, BookingKey] = {}
-        """Keys that running selections may book. The caller keeps or frees the booking in the step that removes it."""
+        self.live: dict[LiveBooking, None] = {}
+        """Live bookings, in the order in which they were made."""
+        self.selecting: dict[int, BookingKey] = {}
+        """Keys that running selections may book, by the id of the selection's object in memory. The caller keeps or
+        frees the booking in the step that removes its key."""
         self._first = 1
         """Number of the oldest unacknowledged update."""
         self._sent: deque[pb.BookingUpdate] = deque()
         """Sent and unacknowledged updates."""
         self.unsent: deque[pb.BookingUpdate] = deque()
         """Updates following those."""
-        self._asserting: dict[int, Key] = {}
+        self._asserting: dict[int, LiveBooking] = {}
         """Re-asserts without acknowledgement, by number."""
-        self.refused: set[Key] = set()
+        self.refused: set[LiveBooking] = set()
         """Bookings the current Scheduler refused, to be re-asserted."""
 
     @property
@@ -151,9 +141,9 @@ class BookingUpdates:
             # The opening and the re-asserts say everything else.
             self._first += len(self.unsent)
             self.unsent = deque(update for update in self.unsent if update.HasField("free"))
-        keys = [booking.key for booking in self.live.values()]
+        keys = [booking.key for booking in self.live]
         # A Scheduler may have booked these already. If it freed them now, it would refuse the repeated selection.
-        keys += (key for name, key in self.selecting.items() if name not in self.live)
+        keys += self.selecting.values()
         return pb.OpenSessionRequest(
             session_id=self._session_id,
             client_name=self._client_name,
@@ -167,8 +157,8 @@ class BookingUpdates:
         while self.unsent and self._first <= response.acknowledged:
             self.unsent.popleft()
             self._first += 1
-        for key in self.live:
-            self._reassert(key)
+        for booking in self.live:
+            self._reassert(booking)
 
     def closing(self) -> pb.CloseSessionRequest:
         """Returns the call that closes the last opening."""
@@ -181,8 +171,8 @@ class BookingUpdates:
     def assert_refused(self) -> int:
         """Adds re-asserts of the bookings the Scheduler refused before. Returns how many."""
         refused, self.refused = self.refused & self.live.keys(), set()
-        for key in refused:
-            self._reassert(key)
+        for booking in refused:
+            self._reassert(booking)
         return len(refused)
 
     def prefill_complete(self, booking: LiveBooking, handover_us: int | None = None) -> pb.BookingUpdate:
@@ -199,9 +189,9 @@ class BookingUpdates:
         booking.room = output_tokens + -(booking.prompt_tokens + output_tokens) % booking.block_size
         return pb.BookingUpdate(output=pb.ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
 
-    def free(self, name: Key, freeing: pb.FreeRequest) -> None:
+    def free(self, booking: LiveBooking, freeing: pb.FreeRequest) -> None:
         """Ends a booking, and adds the update that frees it."""
-        self.live.pop(name, None)
+        self.live.pop(booking, None)
         self.unsent.append(pb.BookingUpdate(free=freeing))
 
     def next_call(self) -> pb.UpdateBookingsRequest:
@@ -227,9 +217,9 @@ class BookingUpdates:
                 overtaken by later ones, and are sent again.
         """
         for refused in response.refused:
-            key = self._asserting.get(refused.number)
-            if key is not None:
-                self._note_refusal(key, refused)
+            booking = self._asserting.get(refused.number)
+            if booking is not None:
+                self._note_refusal(booking, refused)
         sent = self._sent
         while sent and self._first <= response.acknowledged:
             sent.popleft()
@@ -242,13 +232,13 @@ class BookingUpdates:
         self._sent.extend(self.unsent)
         self._sent, self.unsent = deque(), self._sent
 
-    def _reassert(self, key: Key) -> None:
-        self._asserting[self._first + len(self._sent) + len(self.unsent)] = key
-        self.unsent.append(pb.BookingUpdate(reassert=self.live[key].to_reassert()))
+    def _reassert(self, booking: LiveBooking) -> None:
+        self._asserting[self._first + len(self._sent) + len(self.unsent)] = booking
+        self.unsent.append(pb.BookingUpdate(reassert=booking.to_reassert()))
 
-    def _note_refusal(self, key: Key, refused: pb.RefusedUpdate) -> None:
+    def _note_refusal(self, booking: LiveBooking, refused: pb.RefusedUpdate) -> None:
         if refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
             # A repetition would be refused as well. The Scheduler does not account for this load until it ends.
-            log.error("booking.refused", request_id=key[0], cause=refused.message)
+            log.error("booking.refused", request_id=booking.key.request_id, cause=refused.message)
             return
-        self.refused.add(key)
+        self.refused.add(booking)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import structlog
-from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates, Key, LiveBooking, key_of
+from kvrouter.frontend.schedulers.booking_updates import MAX_UPDATES, BookingUpdates, LiveBooking
 from kvrouter.frontend.schedulers.scheduler_choice import SchedulerChoice, SchedulerSource
 from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection
 from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
@@ -154,8 +154,7 @@ class SchedulerLink:
         sent = False
         if self._tenant is not None:
             request.tenant, request.tenant_weight = self._tenant()
-        name = key_of(request.booking)
-        self._updates.selecting[name] = request.booking
+        self._updates.selecting[id(request)] = request.booking
         try:
             while (session := self._session or await self._wait_session(deadline)) is not None:
                 sent = True
@@ -180,14 +179,14 @@ class SchedulerLink:
                     self._on_sharding_advised()
                 return selected
             if sent:
-                self._release(name, request.booking)
+                self._release(request.booking)
             raise self._unanswered()
         except asyncio.CancelledError:
             if sent:
-                self._release(name, request.booking)
+                self._release(request.booking)
             raise
         finally:
-            self._updates.selecting.pop(name, None)
+            del self._updates.selecting[id(request)]
 
     async def book(
         self, key: BookingKey, routing: RoutingRequest, hashes: bytes, *, arrived_unix_ns: int = 0, deadline: Deadline
@@ -208,7 +207,7 @@ class SchedulerLink:
         selection = await self.select(request, deadline=deadline)
         sequences = routing.sequences or 1
         booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size, sequences)
-        self._updates.live[booking.name] = booking
+        self._updates.live[booking] = None
         return selection, booking
 
     async def _wait_session(self, deadline: Deadline) -> Session | None:
@@ -286,12 +285,12 @@ class SchedulerLink:
             output_tokens=output_tokens,
             prefill_complete=prefill_complete,
         )
-        self._updates.free(booking.name, freeing)
+        self._updates.free(booking, freeing)
         self._schedule_send()
 
-    def _release(self, name: Key, key: BookingKey) -> None:
+    def _release(self, key: BookingKey) -> None:
         """Frees a booking which a selection may have made."""
-        self._updates.free(name, pb.FreeRequest(booking=key))
+        self._updates.unsent.append(pb.BookingUpdate(free=pb.FreeRequest(booking=key)))
         self._schedule_send()
 
     def _schedule_send(self) -> None:
