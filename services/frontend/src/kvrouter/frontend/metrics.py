@@ -80,20 +80,20 @@ class MetricsByModel:
             for tier, where in zip(LOWER_TIER_NAMES, ("host memory", "disk", "shared storage"), strict=True)
         }
         self.output_tokens = counter("kvrouter_frontend_output_tokens", "Output tokens sent to clients.")
-        self.models: dict[str, ModelMetrics] = {}
-        """The metrics of each model that has some."""
+        self.labelled: dict[str, ModelMetrics] = {}
+        """Metrics by label."""
 
     def label(self, model: str) -> str:
         """Returns the label of a served model: its name, or ``OTHER_MODELS`` if there are too many."""
-        return model_label(model, self.models)
+        return model_label(model, self.labelled)
 
     def of(self, model: str) -> ModelMetrics:
         """Returns the metrics of a served model."""
-        found = self.models.get(model)
+        found = self.labelled.get(model)
         if found is None:
             label = self.label(model)
-            found = self.models.get(label) or ModelMetrics(self, label)
-            self.models[label] = found
+            found = self.labelled.get(label) or ModelMetrics(self, label)
+            self.labelled[label] = found
         return found
 
 
@@ -184,4 +184,4 @@ class FrontendMetrics:
 
     def ended(self, model: str, code: str) -> Count:
         """Returns the count of requests for a served model, with an outcome."""
-        return self.requests.of(model if model in self.models.models else self.models.label(model), code)
+        return self.requests.of(model if model in self.models.labelled else self.models.label(model), code)

@@ -37,7 +37,6 @@ def encode_with_prompt(request: WorkerServiceGenerateRequest, prompt: bytes) -> 
 
 
 _HASH_BYTES = 8
-_NO_SCOPE = Scope()
 
 
 def hash_prompt(
@@ -48,13 +47,10 @@ def hash_prompt(
     ``known`` has the hashes of the first blocks, which are not hashed again.
     """
     blocks = len(known) // _HASH_BYTES
-    multimodal: Sequence[tuple[int, int]] = ()
-    if media := request.multimodal_hashes:
-        content = content_in_blocks(media, block_size)
-        multimodal = [(block - blocks, content_hash) for block, content_hash in content if block >= blocks]
-    scope = _NO_SCOPE
-    if request.HasField("scope"):
-        scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
+    scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
+    multimodal = content_in_blocks(request.multimodal_hashes, block_size) if request.multimodal_hashes else []
+    if blocks:
+        multimodal = [(block - blocks, content_hash) for block, content_hash in multimodal if block >= blocks]
     return known + local_hashes(prompt[blocks * block_size * TOKEN_BYTES :], block_size, scope, multimodal)
 
 
