@@ -2,7 +2,7 @@
 
 To wake an idle process costs more than most of its timers and messages do. Timers that may end early or late end at
 multiples of their interval on the monotonic clock; constant intervals are multiples of ``TICK_SECONDS``. Periodic
-messages of idle workers are sent at multiples of 20 ms on the wall clock.
+messages of workers are sent at multiples of 100 ms on the wall clock.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ async def tick(seconds: float) -> None:
     await asyncio.sleep(seconds_to_tick(seconds))
 
 
-_SEND_SECONDS = 0.02
+_SEND_SECONDS = 0.1
 """Processes send their periodic messages at multiples of it."""
 _LEAST_SECONDS = 5 * _SEND_SECONDS
 """Shortest interval to align."""
 
 
 def seconds_to_send(seconds: float) -> float:
-    """Returns an interval between periodic messages, rounded to end at a multiple of 20 ms on the wall clock.
+    """Returns an interval between periodic messages, rounded to end at a multiple of 100 ms on the wall clock.
 
     Messages of thousands of idle workers arrive together then, and wake their receivers less often. Intervals below
-    100 ms stay as they are.
+    500 ms stay as they are.
     """
     if seconds < _LEAST_SECONDS:
         return seconds

@@ -22,8 +22,8 @@ log = get_logger(__name__)
 _TRIES_BEFORE_WARNING = 4
 _RETRY_SECONDS = (0.1, 2.0)
 """First and longest pause after a failed attempt, seconds."""
-_REPEATED = (1.7, 2.0)
-"""Time before a heartbeat is repeated, in heartbeat intervals."""
+_REPEATED = (1.71, 1.99)
+"""Time before a heartbeat is repeated, in heartbeat intervals. By default at most two when it is aligned, too."""
 
 
 @dataclass(eq=False)
