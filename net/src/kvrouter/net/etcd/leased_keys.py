@@ -7,18 +7,23 @@ import contextlib
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import aetcd
+import grpc
+from aetcd import rpc
 from kvrouter.net.backoff import Backoff
 from kvrouter.net.etcd.access import EtcdAccess
-from kvrouter.net.etcd.connection import AWAY, CALL_SECONDS, RETRY_SECONDS, connect
+from kvrouter.net.etcd.connection import AWAY, CALL_SECONDS, RETRY_SECONDS, EtcdAway, connect
 from kvrouter.net.logs import get_logger
 
 log = get_logger(__name__)
 
 DEFAULT_TTL_SECONDS = 10
 """Time after which an unrenewed lease expires: how long a dead process appears to be alive."""
+_READ_TOGETHER = 64
+"""Keys per read; etcd takes at most 128 operations by default."""
 
 
 class KeyTaken(Exception):
@@ -74,6 +79,8 @@ class LeasedKeys:
         # An earlier lease that seemed lost may exist until its TTL expires; keys under it are still this process's.
         self._leases: deque[int] = deque(maxlen=64)
         self._expires = 0.0
+        self._renewals: Any = None
+        """Stream on which etcd renews leases, kept open: a new one for each renewal would cost more than the rest."""
         self._changed = asyncio.Event()
         self._registered = asyncio.Event()
         self._announce = False
@@ -137,6 +144,7 @@ class LeasedKeys:
                 await self._revoke()
 
     async def _keep(self, client: aetcd.Client) -> None:
+        self._renewals = None
         while not self._stopping:
             await self._renew(client)
             await self._write(client)
@@ -154,9 +162,9 @@ class LeasedKeys:
     async def _renew(self, client: aetcd.Client) -> None:
         asked = time.monotonic()
         if self.lease_id is not None:
-            reply = await client.refresh_lease(self.lease_id)
-            if reply is not None and reply.TTL > 0:
-                self._expires = asked + float(reply.TTL)
+            ttl = await self._refresh(client, self.lease_id)
+            if ttl > 0:
+                self._expires = asked + ttl
                 return
             log.warning("etcd.lease_expired", lease=self.lease_id)
             self.lease_id = None
@@ -167,13 +175,27 @@ class LeasedKeys:
         self._expires = asked + float(lease.ttl)
         self._announce = True
 
+    async def _refresh(self, client: aetcd.Client, lease: int) -> float:
+        """Renews a lease. Returns its time to live, seconds; 0 if it has expired."""
+        if self._renewals is None or self._renewals.done():
+            self._renewals = client.leasestub.LeaseKeepAlive(metadata=client.metadata)
+        async with asyncio.timeout(CALL_SECONDS):
+            await self._renewals.write(rpc.LeaseKeepAliveRequest(ID=lease))
+            reply = await self._renewals.read()
+        if reply is grpc.aio.EOF:
+            raise EtcdAway("etcd ended the renewals of leases")
+        return float(reply.TTL)
+
     async def _write(self, client: aetcd.Client) -> None:
         self._changed.clear()
         desired = dict(self._desired)
         lease = self.lease_id
         for key in sorted(self._deleted):
             await self._delete_own(client, key)
+        unchanged = await self._unchanged(client, desired)
         for key, value in desired.items():
+            if key in unchanged:
+                continue
             # Writing many keys may take longer than the lease lasts.
             if time.monotonic() > self._expires - self._ttl * 2 / 3:
                 await self._renew(client)
@@ -192,19 +214,24 @@ class LeasedKeys:
             self._announce = False
 
     async def _check_companions(self, client: aetcd.Client) -> None:
+        found = await _read(client, list(self._companions))
         for key, is_valid in self._companions.items():
-            found = await client.get(key.encode())
-            if found is not None and is_valid(found.value):
+            if key in found and is_valid(found[key].value):
                 continue
-            log.warning("etcd.key_lost", key=key, reason="missing" if found is None else "replaced")
+            log.warning("etcd.key_lost", key=key, reason="replaced" if key in found else "missing")
             if self._on_registered is not None:
                 await self._on_registered()
             return
 
+    async def _unchanged(self, client: aetcd.Client, desired: Mapping[str, bytes]) -> set[str]:
+        """Returns the keys that etcd has as desired, under the current lease."""
+        found = await _read(client, [key for key in desired if key in self._owned])
+        return {key for key, pair in found.items() if pair.lease == self.lease_id and pair.value == desired[key]}
+
     async def _put_own(self, client: aetcd.Client, key: str, value: bytes) -> None:
         name = key.encode()
+        found = await client.get(name) if key in self._owned else None
         for _ in range(16):
-            found = await client.get(name)
             if found is not None and found.lease == self.lease_id and found.value == value:
                 self._owned.add(key)
                 return
@@ -218,14 +245,15 @@ class LeasedKeys:
                 raise KeyTaken(key)
             # Compares the revision, so that a process that registers at the same moment is noticed.
             revision = 0 if found is None else found.mod_revision
-            written, _responses = await client.transaction(
+            written, responses = await client.transaction(
                 compare=[client.transactions.mod(name) == revision],
                 success=[client.transactions.put(name, value, lease=self.lease_id)],
-                failure=[],
+                failure=[client.transactions.get(name)],
             )
             if written:
                 self._owned.add(key)
                 return
+            found = _pair(responses[0])
         raise KeyTaken(key)
 
     def _is_later(self, key: str, theirs: bytes, ours: bytes) -> bool:
@@ -253,3 +281,19 @@ class LeasedKeys:
         if lease is not None:
             async with asyncio.timeout(CALL_SECONDS), connect(self._access) as client:
                 await client.revoke_lease(lease)
+
+
+async def _read(client: aetcd.Client, keys: Sequence[str]) -> dict[str, Any]:
+    """Returns the pairs of those keys that etcd has."""
+    found: dict[str, Any] = {}
+    for first in range(0, len(keys), _READ_TOGETHER):
+        part = keys[first : first + _READ_TOGETHER]
+        reads = [client.transactions.get(key.encode()) for key in part]
+        _, responses = await client.transaction(compare=[], success=reads, failure=[])
+        found |= {key: pair for key, pair in zip(part, map(_pair, responses), strict=True) if pair is not None}
+    return found
+
+
+def _pair(response: Sequence[tuple[bytes, Any]]) -> Any:
+    """Returns the pair in the response to a read of one key; None if there is none."""
+    return response[0][1] if response else None
