@@ -38,7 +38,10 @@ class Evidence:
     @property
     def at(self) -> float | None:
         """Returns the time of the newest evidence; None if there is none."""
-        return max((at for at in (self.heard_at, self.compared_at) if at is not None), default=None)
+        heard, compared = self.heard_at, self.compared_at
+        if heard is None or compared is None:
+            return compared if heard is None else heard
+        return max(heard, compared)
 
 
 def silence_limit(heartbeat_ms: int | None) -> float:

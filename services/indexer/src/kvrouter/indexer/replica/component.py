@@ -117,6 +117,10 @@ class ComponentIndex:
         self._silence_logged = False
         self._log = log.bind(component_name=str(name))
         self._workers: Mapping[int, WorkerRegistration] = {}
+        self._registered: dict[Rank, int] = {}
+        """Incarnation by rank of the publishing workers."""
+        self._lost_events: set[Rank] = set()
+        """Ranks whose workers lost events of their engines."""
         self._changed = asyncio.Event()
         self._transport_read = asyncio.Event()
         # If all workers use Core NATS, JetStream is not needed.
@@ -180,9 +184,21 @@ class ComponentIndex:
     def update_workers(self, workers: Mapping[int, WorkerRegistration], unfit: frozenset[int] = frozenset()) -> None:
         """Replaces the registered workers by id, and the ids of those in conflict with the component's descriptor."""
         self._workers = workers
-        self.state.events.register(self._registered(), unfit)
+        self._registered = {
+            (worker_id, rank.dp_rank): rank.incarnation
+            for worker_id, worker in workers.items()
+            if worker.publishes_events
+            for rank in worker.ranks
+        }
+        self._lost_events = {
+            (worker_id, rank.dp_rank)
+            for worker_id, worker in workers.items()
+            for rank in worker.ranks
+            if rank.events_lost
+        }
+        self.state.events.register(self._registered, unfit)
         self.requests.update_workers(workers)
-        self._silence_limits = {rank: self._silence_limit(rank) for rank in self.requests.ranks()}
+        self._silence_limits = {rank: _silence_limit(workers[rank[0]]) for rank in self.requests.ranks()}
         if any(worker.publishes_events and self._is_durable(worker) for worker in workers.values()):
             self._request_stream()
         self._changed.set()
@@ -287,7 +303,7 @@ class ComponentIndex:
                 ahead = ahead_of(registered, indexed)
                 await self.state.repair.begin_incarnations(new_incarnations(registered, indexed))
                 await self._ask_about(ahead)
-                await self.state.repair.forget(self._departures.expired(indexed, self._registered(), time.monotonic()))
+                await self.state.repair.forget(self._departures.expired(indexed, self._registered, time.monotonic()))
                 # The same ranks call for nothing else, unless one is contradicted or its grace period ends.
                 settled = None if ahead or self._departures.awaited else ranks
             self._compare_silent_ranks()
@@ -328,26 +344,19 @@ class ComponentIndex:
 
     def is_stale(self, rank: Rank) -> bool:
         """Returns whether the newest evidence about a rank is older than several heartbeat intervals."""
-        return exceeds(self.state.known.view(rank).evidence.at, time.monotonic(), self._silence_limit(rank))
+        limit = self._silence_limits.get(rank) or _silence_limit(self._workers.get(rank[0]))
+        return exceeds(self.state.known.view(rank).evidence.at, time.monotonic(), limit)
 
     def is_verified(self, rank: Rank) -> bool:
         """Returns whether a rank was compared with its worker, has missed no event since, and is not stale.
 
         A rank whose worker lost events of its engine is not verified either.
         """
-        return self.state.known.view(rank).verified and not self.is_stale(rank) and not self._lost_events(rank)
+        return self.state.known.view(rank).verified and not self.is_stale(rank) and rank not in self._lost_events
 
     def is_partial(self, info: RankInfo) -> bool:
         """Returns whether blocks of a rank may be missing, in the index or already at its worker."""
-        return info.partial or self._lost_events((info.worker_id, info.dp_rank))
-
-    def _lost_events(self, rank: Rank) -> bool:
-        worker = self._workers.get(rank[0])
-        return worker is not None and any(each.events_lost for each in worker.ranks if each.dp_rank == rank[1])
-
-    def _silence_limit(self, rank: Rank) -> float:
-        worker = self._workers.get(rank[0])
-        return silence_limit(worker.heartbeat_ms if worker and worker.HasField("heartbeat_ms") else None)
+        return info.partial or (info.worker_id, info.dp_rank) in self._lost_events
 
     def _rank_stats(self, info: RankInfo) -> RankStats:
         worker = self._workers.get(info.worker_id)
@@ -374,20 +383,15 @@ class ComponentIndex:
             repair=self.resync.repair_of(rank),
         )
 
-    def _registered(self) -> dict[Rank, int]:
-        """Returns the incarnation by rank of the publishing workers."""
-        return {
-            (worker_id, rank.dp_rank): rank.incarnation
-            for worker_id, worker in self._workers.items()
-            if worker.publishes_events
-            for rank in worker.ranks
-        }
-
     def _is_durable(self, worker: WorkerRegistration) -> bool:
         return self._transport(worker) != Transport.TRANSPORT_CORE_NATS
 
     def _transport(self, worker: WorkerRegistration) -> Transport:
         return worker.transport or self.descriptor.default_transport or Transport.TRANSPORT_DURABLE
+
+
+def _silence_limit(worker: WorkerRegistration | None) -> float:
+    return silence_limit(worker.heartbeat_ms if worker and worker.HasField("heartbeat_ms") else None)
 
 
 def _age_ms(at: float | None, now: float) -> int | None:
