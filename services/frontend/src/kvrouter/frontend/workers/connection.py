@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from enum import Enum
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import grpc.aio
@@ -74,9 +75,7 @@ class WorkerConnection:
 
     def __init__(self, endpoint: str, client_name: str, counts: CallStreamCounts, tls: Tls | None = None) -> None:
         self._endpoint = endpoint
-        self._channel = open_channel(endpoint, tls=tls, role="worker")
-        self._stub = cast(_Stub, remote(_DESCRIPTOR, self._channel, raw_responses=frozenset({"Generate"})))
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._tls = tls
         # Probes decide whether a worker that is silent is suspected; its requests may wait for it to go on.
         self._stream = call_stream_client(
             endpoint, client_name=client_name, tls=tls, role="worker", counts=counts, ends_when_silent=False
@@ -84,6 +83,18 @@ class WorkerConnection:
         self._streaming: asyncio.Task[None] | None = None
         self._reading: set[asyncio.Task[None]] = set()
         self._pending = 0
+
+    @cached_property
+    def _channel(self) -> grpc.aio.Channel:
+        return open_channel(self._endpoint, tls=self._tls, role="worker")
+
+    @cached_property
+    def _stub(self) -> _Stub:
+        return cast(_Stub, remote(_DESCRIPTOR, self._channel, raw_responses=frozenset({"Generate"})))
+
+    @cached_property
+    def _health(self) -> Any:
+        return health_pb2_grpc.HealthStub(self._channel)
 
     @property
     def idle(self) -> bool:
@@ -97,7 +108,12 @@ class WorkerConnection:
 
     @property
     def _is_channel_ready(self) -> bool:
-        return self._channel.get_state() is grpc.ChannelConnectivity.READY
+        return self._has_channel and self._channel.get_state() is grpc.ChannelConnectivity.READY
+
+    @property
+    def _has_channel(self) -> bool:
+        """Whether the channel was used: a worker with a call stream rarely needs it."""
+        return "_channel" in self.__dict__
 
     def open_stream(self) -> None:
         """Opens a call stream and keeps it open. Calls use it once it is open."""
@@ -189,7 +205,8 @@ class WorkerConnection:
         if self._streaming is not None:
             self._streaming.cancel()
             await asyncio.wait({self._streaming})
-        await self._channel.close()
+        if self._has_channel:
+            await self._channel.close()
 
     async def _read(self, request: bytes, receiver: ResponseReceiver, deadline: Deadline) -> None:
         try:
