@@ -379,7 +379,7 @@ async def running(
     """
     with claimed(config) if recovered is None else nullcontext():
         if recovered is None:
-            recovered = (await asyncio.to_thread(recover_worker, config))[0]
+            recovered = (await asyncio.to_thread(recover_worker, config))[0] if config.state else {}
         former = next((found.incarnation for found in recovered.values()), None)
         system = system or EtcdAndNats()
         incarnation, transport = await system.settle(config, former)
