@@ -101,10 +101,13 @@ class Fleet:
         return bool(models.get("m", {}).get("workers") == workers)
 
     async def _has_compared(self, workers: int) -> bool:
-        ranks = await self.metrics("indexer", "kvrouter_indexer_ranks")
-        unverified = await self.metrics("indexer", "kvrouter_indexer_unverified_ranks")
+        found = await self.metrics("indexer", "kvrouter_indexer_")
         await asyncio.sleep(_POLL_SECONDS)
-        return sum(ranks.values()) - sum(unverified.values()) >= workers
+        ranks, unverified = (
+            sum(value for name, value in found.items() if name.startswith(f"kvrouter_indexer_{kind}{{"))
+            for kind in ("ranks", "unverified_ranks")
+        )
+        return ranks - unverified >= workers
 
     async def metrics(self, service: str, prefix: str) -> dict[str, float]:
         """Returns the samples of a service whose names begin with ``prefix``."""
