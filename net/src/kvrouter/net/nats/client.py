@@ -36,6 +36,8 @@ _BYTES_PER_US = 100
 _JETSTREAM_DELIVERY = b"$JS.ACK."
 _STATUS = "Status"
 _STATUS_LINE = b"NATS/1.0 "
+_ESCAPED = "backslashreplace"
+"""How bytes that are not UTF-8 are decoded."""
 _REFUSALS = ("authorization violation", "authentication")
 """Words of errors for a refused identity."""
 _OPERATIONS = ("permissions violation", "stale connection")
@@ -126,7 +128,9 @@ class TolerantClient(Client):
         await self._process_op_err(error)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        await self._budget.turn(_MESSAGE_US + len(data) // _BYTES_PER_US)
+        cost_us = _MESSAGE_US + len(data) // _BYTES_PER_US
+        if not self._budget.take(cost_us):
+            await self._budget.turn(cost_us)
         subscription = self._subs.get(sid)
         receive = None if subscription is None or subscription._jsi else subscription._cb  # noqa: SLF001 - no public names
         if receive is None:
@@ -134,7 +138,8 @@ class TolerantClient(Client):
             return
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
-        message = self._build_message(sid, subject, reply, data, await self._process_headers(headers))
+        parsed = await self._process_headers(headers) if headers else None
+        message = self._build_message(sid, subject, reply, data, parsed)
         try:
             await receive(message)
         except Exception as error:
@@ -156,8 +161,7 @@ class TolerantClient(Client):
         # message that has this header, and the server would deliver it again forever.
         if headers and reply.startswith(_JETSTREAM_DELIVERY):
             headers.pop(_STATUS, None)
-        message: Any = super()._build_message(sid, _escaped(subject), _escaped(reply), data, headers)
-        return message  # type: ignore[no-any-return]
+        return Msg(self, subject.decode(errors=_ESCAPED), reply.decode(errors=_ESCAPED), data, headers, _sid=sid)
 
 
 def _is_refusal(reason: str) -> bool:
@@ -167,10 +171,6 @@ def _is_refusal(reason: str) -> bool:
 def _typed(reason: str) -> Error:
     bare = reason.removeprefix("nats: ").strip("'")
     return NatsRefused(bare) if _is_refusal(reason) else Error(f"nats: {bare}")
-
-
-def _escaped(raw: bytes) -> bytes:
-    return raw if raw.isascii() else raw.decode(errors="backslashreplace").encode()
 
 
 async def or_cancelled(awaitable: Awaitable[_T]) -> _T:
