@@ -27,6 +27,8 @@ _CHANNEL_OPTIONS = {
     # Detects a peer that vanished without closing. etcd refuses pings more often than every 5 s.
     "grpc.keepalive_time_ms": 10_000,
     "grpc.keepalive_timeout_ms": 5_000,
+    # Every message would be followed by a ping to measure the connection, and its answer wakes several threads.
+    "grpc.http2.bdp_probe": 0,
     # A listing of 10,000 workers takes a few megabytes; the default limit is 4 MiB.
     "grpc.max_receive_message_length": 64 << 20,
 }
