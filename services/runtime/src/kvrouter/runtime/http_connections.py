@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -21,10 +21,12 @@ _MAX_TEXT = 256
 class JsonRequestHandler(RequestHandler):
     """aiohttp's handler of a connection, with JSON for requests it cannot parse."""
 
-    __slots__ = ("is_stranger",)
+    __slots__ = ("is_stranger", "writing_paused")
 
     is_stranger: bool
     """Whether its last request had no valid credential."""
+    writing_paused: bool
+    """Whether the client leaves output unread. It is aiohttp's property as an attribute, since each token reads it."""
 
     def handle_error(
         self,
@@ -45,15 +47,6 @@ class JsonRequestHandler(RequestHandler):
         )
         answer.force_close()
         return answer
-
-    def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> Coroutine[Any, Any, tuple[web.StreamResponse, bool]]:
-        """Sends a response. The refusal of an expectation, which no middleware sees, is an error as all others."""
-        if isinstance(resp, web.HTTPExpectationFailed):
-            cause = "the header Expect may only be 100-continue"
-            resp = self.handle_error(request, HTTPStatus.EXPECTATION_FAILED, message=cause)
-        return super().finish_response(request, resp, start_time)
 
 
 def error(status: int, cause: str = "") -> bytes:

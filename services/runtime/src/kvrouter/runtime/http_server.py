@@ -176,17 +176,14 @@ class _Connections:
 
     def remove(self, connection: _Connection) -> None:
         self._by_handler.pop(connection.handler, None)
-        self._end_waiting(connection)
+        self._waiting.pop(connection, None)
+        self._waiting_strangers.pop(connection, None)
         if self.turns is not None:
             self.turns.forget(connection)
 
     def _wait(self, connection: _Connection) -> None:
-        waiting = self._waiting_strangers if connection.is_stranger else self._waiting
+        waiting = self._waiting_strangers if connection.handler.is_stranger else self._waiting
         waiting[connection] = None
-
-    def _end_waiting(self, connection: _Connection) -> None:
-        self._waiting.pop(connection, None)
-        self._waiting_strangers.pop(connection, None)
 
     def _make_room(self) -> bool:
         oldest = next(iter(self._waiting_strangers), None)
@@ -215,10 +212,15 @@ class _Connections:
             connection = self._by_handler.get(protocol)
             if connection is None:
                 return await handler(request)
-            self._end_waiting(connection)
+            self._waiting.pop(connection, None)
+            self._waiting_strangers.pop(connection, None)
             connection.begin_request()
             try:
                 return await handler(request)
+            except web.HTTPExpectationFailed as refusal:
+                # No middleware sees it, so it becomes an error as all others here.
+                cause = "the header Expect may only be 100-continue"
+                return connection.handler.handle_error(request, refusal.status, message=cause)
             finally:
                 connection.end_request(drops_body=not request.content.is_eof())
                 if protocol in self._by_handler:
@@ -234,6 +236,7 @@ class _Connection(asyncio.Protocol):
         self.handler = handler
         self._connections = connections
         self.handler.is_stranger = connections.turns is not None
+        self.handler.writing_paused = False
         self._held = bytearray()
         self._unread_timer: asyncio.TimerHandle | None = None
         self._drop_timer: asyncio.TimerHandle | None = None
@@ -248,11 +251,6 @@ class _Connection(asyncio.Protocol):
         """When the wait for the end of headers began; None while there is no such wait."""
         self._header_timer: asyncio.TimerHandle | None = None
         """Checks that wait. It outlives a request, because a timer for each would cost more than a check in vain."""
-
-    @property
-    def is_stranger(self) -> bool:
-        """Whether its last request had no valid credential."""
-        return self.handler.is_stranger
 
     def is_settled(self) -> bool:
         """Returns whether it is idle and its last response has been written."""
@@ -333,10 +331,12 @@ class _Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         if self.handler.is_stranger and self._unread_timer is None:
             self._unread_timer = self._loop.call_later(self._connections.limits.header_seconds, self._give_up_unread)
+        self.handler.writing_paused = True
         self.handler.pause_writing()
 
     def resume_writing(self) -> None:
         self._end_unread()
+        self.handler.writing_paused = False
         self.handler.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
