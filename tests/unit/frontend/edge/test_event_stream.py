@@ -29,8 +29,9 @@ class Connection(asyncio.Transport):
 
 
 def opened(version: Any, writer: StepWriter | None = None) -> tuple[EventStream, Connection, SimpleNamespace]:
-    connection, protocol = Connection(), SimpleNamespace(writing_paused=False)
-    request = SimpleNamespace(version=version, keep_alive=True, protocol=protocol, transport=connection)
+    connection = Connection()
+    protocol = SimpleNamespace(writing_paused=False, transport=connection)
+    request = SimpleNamespace(version=version, keep_alive=True, protocol=protocol)
     return EventStream(cast(web.Request, request), writer or StepWriter()), connection, protocol
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from email.utils import formatdate
 from functools import lru_cache
@@ -57,22 +58,18 @@ class StepWriter:
     """Collects the writes of a step of the event loop. Each client gets them in order."""
 
     def __init__(self) -> None:
-        self._pending: dict[asyncio.Transport, list[bytes]] = {}
+        self.pending: defaultdict[asyncio.Transport, list[bytes]] = defaultdict(list)
+        """What is collected, by client."""
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
         """Writes data to a client when this step ends, or with the next ``flush``."""
-        pending = self._pending
-        if not pending:
+        if not self.pending:
             asyncio.get_running_loop().call_soon(self.flush)
-        before = pending.get(transport)
-        if before is None:
-            pending[transport] = [data]
-        else:
-            before.append(data)
+        self.pending[transport].append(data)
 
     def flush(self) -> None:
         """Writes everything collected at once. Output of departed clients is dropped."""
-        pending, self._pending = self._pending, {}
+        pending, self.pending = self.pending, defaultdict(list)
         for transport, data in pending.items():
             if not transport.is_closing():  # Otherwise aiohttp cancels the handler.
                 transport.write(b"".join(data))
@@ -146,8 +143,9 @@ class EventStream(web.StreamResponse):
         """Whether it is a stream of events without a fixed length."""
         self._request = request
         self._protocol = request.protocol
-        self._transport = request.transport
+        self._transport = self._protocol.transport
         self._is_new = request.version >= HttpVersion11
+        self._status_line = f"HTTP/1.{int(self._is_new)} {status} {reason}"
         self._chunked = self._is_new and not has_length
         self._after = _AFTER_DATA + b"\r\n" if self._chunked else _AFTER_DATA
         """The bytes after the data of an event."""
@@ -222,7 +220,8 @@ class EventStream(web.StreamResponse):
         self._keeps_connection = self._keeps_connection and not close
         if self._chunked or not self.begun:
             self._send(_END_OF_BODY if self._chunked else b"")
-        self._writer.flush()  # What follows on this connection is written by aiohttp.
+        if self._writer.pending:
+            self._writer.flush()  # What follows on this connection is written by aiohttp.
 
     async def drain(self) -> None:
         """Returns when the client has read most of the response so far.
@@ -241,8 +240,8 @@ class EventStream(web.StreamResponse):
 
     def _head(self) -> bytes:
         lines = [
-            f"HTTP/1.{int(self._is_new)} {self.status} {self.reason}",
-            *[f"{name}: {value}" for name, value in self._added.items()],
+            self._status_line,
+            *map(": ".join, self._added.items()),
             f"Date: {_date(int(time.time()))}",
         ]
         if self._chunked:
