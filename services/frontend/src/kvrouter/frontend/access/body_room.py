@@ -115,7 +115,7 @@ class BodyRooms:
                 passed_over.add(holder)
 
     def _try(self, room: BodyRoom, amount: int) -> bool:
-        holder, is_oldest = room.holder, self._is_oldest(room)
+        holder, is_oldest = room.holder, bool(self._reading) and self._is_oldest(room)
         if holder and not is_oldest and self._has_its_part(holder, amount):
             return False
         requests = int(not room.size)

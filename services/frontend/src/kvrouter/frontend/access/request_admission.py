@@ -29,6 +29,7 @@ from kvrouter.runtime.bounds import FairBound, bounds_of
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import serves
 from kvrouter.v1.errors import Overloaded
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter
 
 _FIRST_OUTPUT_TOKENS = 256.0
@@ -47,8 +48,7 @@ class OverloadLimits:
     """Work of a model in multiples of the KV cache, and of the slots, of its workers."""
 
 
-@dataclass(slots=True, eq=False)
-class AdmittedRequest:
+class AdmittedRequest(Struct, eq=False):
     """A request counting until it is ended. End it once."""
 
     bounds: OverloadBounds
@@ -221,6 +221,8 @@ class RequestAdmission:
 
     def room(self) -> BodyRoom:
         """Returns room for the body of a request of the current caller, of which nothing is taken yet."""
+        if self._access is None:
+            return BodyRoom(self._bounds.rooms, *_NOBODY, None)
         return BodyRoom(self._bounds.rooms, *_share_holder(), current_grant())
 
     def admit(
@@ -264,8 +266,11 @@ class RequestAdmission:
         return admitted
 
 
+# A tenant that a client claims would give a share to whoever claims many.
+_NOBODY = "", 1.0
+
+
 def _share_holder() -> tuple[str, float]:
     """Returns who has a share of the bounds, and its weight."""
     caller = current_caller()
-    # A tenant that a client claims would give a share to whoever claims many.
-    return ("", 1.0) if caller is None else (caller.share_holder, caller.weight)
+    return _NOBODY if caller is None else (caller.share_holder, caller.weight)

@@ -44,8 +44,6 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
         Overloaded: there is no room for it.
         web.HTTPRequestTimeout: no part of the body arrived within ``idle_seconds``, or it arrives too slowly.
     """
-    if not request.body_exists:
-        return b""
     content = request.content
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding == "identity" and content.is_eof() and content.exception() is None:
@@ -55,6 +53,8 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
         arrived = content.read_nowait()
         room.is_read(len(arrived))
         return arrived
+    if not request.body_exists:
+        return b""
     body = bytearray()
     declared = request.content_length or 0
     _check_size(declared, limit)
