@@ -11,7 +11,7 @@ import aiohttp
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from kvrouter.engines.fields import CHATS, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES
+from kvrouter.engines.fields import CHATS, COMPLETIONS, COUNT_TOKENS
 from kvrouter.engines.routes import TAKE_TOKEN_IDS
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
@@ -31,9 +31,8 @@ from kvrouter.frontend.edge.middlewares import (
 )
 from kvrouter.frontend.edge.model_name import NamedModel, renamed
 from kvrouter.frontend.edge.model_objects import model_objects, named_objects
-from kvrouter.frontend.edge.request_fields import checked_request_id, conversation_of, with_headers
+from kvrouter.frontend.edge.request_fields import checked_request_id, conversation_of, note_conversation, with_headers
 from kvrouter.frontend.edge.response_stream import NamedEvents
-from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import CompletionStream, StreamedResponse, WholeCompletion, WholeResponse
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
@@ -100,13 +99,13 @@ class HttpApi:
         self._work = frontend.models.texts.work
         self._registry = registry
         self._metrics = metrics
+        chats = self._max_chat_bytes
         models: dict[str, Handler] = {
-            COMPLETIONS: self._of_model(self.completions),
-            CHATS: self._of_model(self.chat_completions, self._max_chat_bytes),
-            MESSAGES: self._of_model(self._translating(MessagesRequest), self._max_chat_bytes),
-            RESPONSES: self._of_model(self._translating(ResponsesRequest), self._max_chat_bytes),
-            **{path: self._of_model(self.passed_on) for path in self._settings.engine_routes},
-            COUNT_TOKENS: self._of_model(self.count_tokens, self._max_chat_bytes),
+            COMPLETIONS: self._with_body(self._forwarding(self.completions)),
+            CHATS: self._with_body(self._forwarding(self.chat_completions), chats),
+            **{path: self._with_body(self._translating(kind), chats) for path, kind in TRANSLATED.items()},
+            **{path: self._with_body(self.passed_on) for path in self._settings.engine_routes},
+            COUNT_TOKENS: self._with_body(self.count_tokens, chats),
         }
         self._models = models
         origins = self._settings.cors_origins
@@ -127,6 +126,7 @@ class HttpApi:
         """Returns the application with all routes."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=self._middlewares)
         app.cleanup_ctx.append(self._connected)
+        set_busy_threshold = self._with_body(self.set_busy_threshold, lambda: MAX_FIELDS_BYTES, has_model=False)
         app.add_routes(
             [
                 web.get("/health", self.health),
@@ -135,64 +135,59 @@ class HttpApi:
                 web.get("/v1/models/{model:.+}", self.model),
                 *(web.post(path, handler) for path, handler in self._models.items()),
                 web.get("/busy_threshold", self.list_busy_thresholds),
-                web.post("/busy_threshold", self._with_body(self.set_busy_threshold, lambda: MAX_FIELDS_BYTES)),
+                web.post("/busy_threshold", set_busy_threshold),
                 *self._page,
             ]
         )
         return app
 
-    def _with_body(self, handler: _BodyHandler, limit: Callable[[], int] = lambda: _MAX_BODY_BYTES) -> Handler:
-        """Returns a handler reading the body, up to ``limit()`` bytes, into room it holds until its end."""
+    def _with_body(
+        self, handler: _BodyHandler, limit: Callable[[], int] = lambda: _MAX_BODY_BYTES, *, has_model: bool = True
+    ) -> Handler:
+        """Returns a handler reading the body, up to ``limit()`` bytes, into room it holds until its end.
+
+        It runs at the first model that can serve the client's name, if the body has one.
+        """
+        choices = self._frontend.choices
 
         async def handle(request: web.Request) -> web.StreamResponse:
             room = self._frontend.runner.admission.room()
             try:
                 with room:
                     body = await read_body(request, room, limit=limit(), idle_seconds=self._settings.http_body_seconds)
+                    if has_model and choices.rules:
+                        return await self._at_chosen_model(handler, request, body)
                     return await handler(request, body)
             finally:
                 room.end()
 
         return handle
 
-    def _of_model(self, handler: _BodyHandler, limit: Callable[[], int] = lambda: _MAX_BODY_BYTES) -> Handler:
-        """Returns a handler as ``_with_body``, which runs at the first model that can serve the client's name."""
-        choices = self._frontend.choices
-
-        async def choose(request: web.Request, body: _Body) -> web.StreamResponse:
-            named = await self._named(request, body)
-            conversation = conversation_of(request, self._conversations, named.conversation_id, named.prompt_cache_key)
-            models = choices.of(named.model, conversation, request.headers)
-            if not models:
-                return await handler(request, body)
-            return await choices.serve(models, lambda _: handler(request, body))
-
-        return self._with_body(lambda request, body: (choose if choices.rules else handler)(request, body), limit)
+    async def _at_chosen_model(self, handler: _BodyHandler, request: web.Request, body: _Body) -> web.StreamResponse:
+        choices, named = self._frontend.choices, await self._named(request, body)
+        conversation = conversation_of(request, self._conversations, named.conversation_id, named.prompt_cache_key)
+        note_conversation(request, conversation)
+        models = choices.of(named.model, conversation, request.headers)
+        if not models:
+            return await handler(request, body)
+        return await choices.serve(models, lambda _: handler(request, body))
 
     async def _named(self, request: web.Request, body: _Body) -> NamedModel | RoutedBody:
         """Returns the fields of a body that choose its model; those of a form choose none.
 
         If the body may be forwarded, what is read of it is kept for that.
         """
-        if not self._is_json(request):
+        if request.path in self._settings.engine_routes and request.content_type == _FORM_TYPE:
             return NamedModel()
         if not self._frontend.models.may_forward or request.path == COUNT_TOKENS:
             return await self._decoded(NamedModel.read, body)
-        request[_ROUTED] = routed = await self._read_routed(request, body)
+        request[_ROUTED] = routed = await self._read_routed(request.path, body)
         return routed
 
-    def _is_json(self, request: web.Request) -> bool:
-        return request.path not in self._settings.engine_routes or request.content_type != _FORM_TYPE
-
-    def _read_routed(self, request: web.Request, body: _Body) -> Awaitable[RoutedBody]:
+    def _read_routed(self, path: str, body: _Body, *, is_json: bool = True) -> Awaitable[RoutedBody]:
         """Reads the fields of a body by which it is routed."""
-        return RoutedBody.read(
-            body,
-            self._work,
-            max_prompt_tokens=self._frontend.runner.limits.max_prompt_tokens,
-            api=TRANSLATED.get(request.path),
-            is_json=self._is_json(request),
-        )
+        limit = self._frontend.runner.limits.max_prompt_tokens
+        return RoutedBody.read(body, self._work, max_prompt_tokens=limit, api=TRANSLATED.get(path), is_json=is_json)
 
     def _max_chat_bytes(self) -> int:
         """Returns the maximum size of a chat's body. Only engines that get it as it is take images."""
@@ -243,10 +238,13 @@ class HttpApi:
 
     async def passed_on(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Passes a request of another route on to an engine, chosen by load."""
-        if self._frontend.access is not None and request.content_type == _FORM_TYPE:
+        is_json = request.content_type != _FORM_TYPE
+        if self._frontend.access is not None and not is_json:
             raise BadRequest("expected JSON: the fields of a form are not checked", advice="Send JSON.")
-        if forwarded := await self._forwarded(request, body):
-            return forwarded
+        return await self._forwarded(request, body, self._refused, is_json=is_json)
+
+    async def _refused(self, request: web.Request, body: _Body) -> web.StreamResponse:  # noqa: ARG002
+        """Refuses a request of another route, which only engines serve."""
         raise BadRequest(
             f"{request.path}: expected a model whose workers all have an OpenAI API of their own",
             field="model",
@@ -255,20 +253,20 @@ class HttpApi:
 
     async def chat_completions(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Runs a chat and returns it as one response or as server-sent events."""
-        if forwarded := await self._forwarded(request, body):
-            return forwarded
         self._check_text(len(body))
         chat = await self._decoded(parse_chat, body)
         return await self._run_text(
             request, chat._replace(fields=with_headers(chat.fields, request, self._conversations))
         )
 
+    def _forwarding(self, handler: _BodyHandler, api: type[TranslatedRequest] | None = None) -> _BodyHandler:
+        """Returns a handler forwarding requests, which ``handler`` runs if they are not for engines' own APIs."""
+        return partial(self._forwarded, otherwise=handler, api=api)
+
     def _translating(self, kind: type[TranslatedRequest]) -> _BodyHandler:
         """Returns a handler running requests of another API as chats, as one response or as events."""
 
         async def handle(request: web.Request, body: _Body) -> web.StreamResponse:
-            if forwarded := await self._forwarded(request, body, kind):
-                return forwarded
             self._check_text(len(body))
 
             def read(body: _Body) -> tuple[TranslatedRequest, TextRequest]:
@@ -283,11 +281,11 @@ class HttpApi:
                 translated.rename(error)
                 raise
 
-        return handle
+        return self._forwarding(handle, kind)
 
     async def count_tokens(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Returns the number of tokens a message's prompt has. An engine counts them if there is no tokenizer here."""
-        models, limits = self._frontend.models, self._frontend.runner.limits
+        models = self._frontend.models
         # With API keys, fields must be checked before a request is forwarded, and only generating routes have a check.
         if models.may_forward and self._frontend.access is None:
             name = (await self._decoded(NamedModel.read, body)).model
@@ -295,9 +293,14 @@ class HttpApi:
             is_passed = not models.has_text(model) and serves_itself(
                 None, COUNT_TOKENS, models.resolve(model).forwarding
             )
-            # Counting takes no prefill, whatever the prompt.
-            if is_passed and (forwarded := await self._forwarded(request, body, routed=RoutedBody.on_load(name))):
-                return forwarded
+            if is_passed:
+                # Counting takes no prefill, whatever the prompt.
+                return await self._forwarded(request, body, self._counted, routed=RoutedBody.on_load(name))
+        return await self._counted(request, body)
+
+    async def _counted(self, request: web.Request, body: _Body) -> web.StreamResponse:  # noqa: ARG002
+        """Counts the tokens of a message's prompt here."""
+        models, limits = self._frontend.models, self._frontend.runner.limits
         self._check_text(len(body))
         chat = (await self._decoded(MessagesRequest.counted, body)).chat
         model = chosen_model(chat["model"])
@@ -319,8 +322,6 @@ class HttpApi:
 
     async def completions(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Runs a completion and returns it as one response or as server-sent events."""
-        if forwarded := await self._forwarded(request, body):
-            return forwarded
         completion_request = await self._parsed(request, body)
         if not completion_request.is_plain or self._frontend.models.has_text(completion_request.fields.model):
             return await self._run_text(request, completion_request.to_text_request())
@@ -361,31 +362,33 @@ class HttpApi:
         self,
         request: web.Request,
         body: _Body,
+        otherwise: _BodyHandler,
         api: type[TranslatedRequest] | None = None,
         *,
+        is_json: bool = True,
         routed: RoutedBody | None = None,
-    ) -> web.StreamResponse | None:
-        """Forwards a request to a worker with an OpenAI API of its own; returns None if its model's have none.
+    ) -> web.StreamResponse:
+        """Forwards a request to a worker with an OpenAI API of its own; ``otherwise`` runs it if its model's have none.
 
         A request of another ``api`` than OpenAI's chats is translated to a chat if the engines do not serve the API.
         ``routed`` are the fields that decide where it goes; None to read them from the body.
         """
         models, access = self._frontend.models, self._frontend.access
         if not models.may_forward or self._engines is None:
-            return None
+            return await otherwise(request, body)
         limit = self._frontend.runner.limits.max_prompt_tokens
+        path = request.path
         read = request.pop(_ROUTED, None) if self._frontend.choices.rules else None
-        routed = routed or read or await self._read_routed(request, body)
+        routed = routed or read or await self._read_routed(path, body, is_json=is_json)
         name = routed.model
         model = chosen_model(name)
         pools = models.resolve(model).forwarding
         if not pools:
-            return None
+            return await otherwise(request, body)
         view = pools[0]
         conversation = conversation_of(request, self._conversations, routed.conversation_id, routed.prompt_cache_key)
         routed = routed.named(model, request.headers, conversation)
-        sent = body
-        translated, path = None, request.path
+        sent, translated = body, None
         if api is not None and not serves_itself(access, api.path, pools):
             as_chat = partial(routed.as_chat, api=api, max_prompt_tokens=limit)
             routed, translated, sent = await self._decoded(as_chat, body)
@@ -422,6 +425,7 @@ class HttpApi:
             response.fail(error_body(error)[1])
         finally:
             response.close()
+        assert response.stream is not None, "a request that an engine ran has a response"  # noqa: S101
         return response.stream
 
     async def _with_token_ids(self, routed: RoutedBody, body: bytes, pools: Sequence[ComponentView]) -> bytes:

@@ -268,13 +268,16 @@ def with_headers(fields: _F, request: web.BaseRequest, conversations: Conversati
 def conversation_of(
     request: web.BaseRequest, conversations: ConversationIds, conversation_id: str | None, prompt_cache_key: str | None
 ) -> str:
-    """Returns the conversation of a request. It is looked up once, so that an invalid id is counted once."""
+    """Returns the conversation of a request: the noted one, or that of its headers and fields."""
     try:
         return request[_CONVERSATION]
     except KeyError:
-        found = conversations.of(request.headers, conversation_id=conversation_id, prompt_cache_key=prompt_cache_key)
-        request[_CONVERSATION] = found
-        return found
+        return conversations.of(request.headers, conversation_id=conversation_id, prompt_cache_key=prompt_cache_key)
+
+
+def note_conversation(request: web.BaseRequest, conversation: str) -> None:
+    """Notes the conversation of a request that several models may run, so that an invalid id is counted once."""
+    request[_CONVERSATION] = conversation
 
 
 def requested_id(headers: Mapping[str, str]) -> str:
