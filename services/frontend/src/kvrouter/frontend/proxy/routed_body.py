@@ -14,7 +14,7 @@ import msgspec
 from blake3 import blake3
 from kvrouter.engines.fields import has_salt
 from kvrouter.frontend.edge.messages_request import MessagesRequest
-from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, requested_rank
+from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, RANK_HEADER, requested_rank
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
 from kvrouter.frontend.edge.token_list import Prompt
 from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest, shallow
@@ -108,7 +108,7 @@ class RoutedBody(msgspec.Struct, frozen=True):
         Raises:
             BadRequest: the rank is not a number.
         """
-        rank = requested_rank(headers)
+        rank = requested_rank(headers) if RANK_HEADER in headers else None
         return replace(self, model=model, pool=pool, dp_rank=rank, conversation_id=conversation)
 
     def may_run_at(self, worker: WorkerRegistration) -> bool:
@@ -145,15 +145,17 @@ class RoutedBody(msgspec.Struct, frozen=True):
             is_stream=bool(fields.stream),
             cache_salt=fields.cache_salt or "",
             priority=fields.priority or 0,
-            conversation_id=_text(fields.conversation_id),
-            prompt_cache_key=_text(fields.prompt_cache_key),
+            conversation_id=_text(fields.conversation_id) if fields.conversation_id else "",
+            prompt_cache_key=_text(fields.prompt_cache_key) if fields.prompt_cache_key else "",
         )
-        prompt, is_rendered = given(fields.prompt), fields.is_rendered_by_engine
+        prompt, is_rendered = given(fields.prompt) if fields.prompt else b"", fields.is_rendered_by_engine
         if _TOKEN_LIST.match(prompt):
             token_ids = Prompt.parse(prompt, limit=max_prompt_tokens).token_ids
-            listed = {"prompt": token_ids} | read_token_lists(fields, max_prompt_tokens, "stop_token_ids")
+            listed = {"prompt": token_ids} | read_token_lists(max_prompt_tokens, stop_token_ids=fields.stop_token_ids)
             return replace(parsed, token_ids=token_ids, is_tokenized=not is_rendered, listed_ids=listed)
-        listed = read_token_lists(fields, max_prompt_tokens, "prompt", "input", "stop_token_ids")
+        listed = read_token_lists(
+            max_prompt_tokens, prompt=fields.prompt, input=fields.input, stop_token_ids=fields.stop_token_ids
+        )
         source: PromptSource | None = None
         media: PromptMedia | None = None
         content = prompt or given(fields.messages)

@@ -61,7 +61,7 @@ class RoutedFields(msgspec.Struct, frozen=True):
     @property
     def is_rendered_by_engine(self) -> bool:
         """Whether only the engine knows the tokens."""
-        return any((self.chat_template, self.prompt_embeds, self.truncate_prompt_tokens))
+        return bool(self.chat_template or self.prompt_embeds or self.truncate_prompt_tokens)
 
     @property
     def needs_text(self) -> bool:
@@ -128,7 +128,7 @@ class PassedChat(PromptSource):
         """Takes it from the fields of a body; ``media`` takes its images, sounds and videos."""
         self._fields = fields
         self._media = media
-        self.characters = _size(fields.messages) + _size(fields.tools)
+        self.characters = len(fields.messages) + len(fields.tools)
 
     def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
         """Tokenizes it in slices, and returns its tokens; see ``PromptSource``."""
@@ -156,7 +156,7 @@ def given(raw: msgspec.Raw) -> bytes:
     return b"" if encoded == b"null" else encoded
 
 
-def read_token_lists(fields: RoutedFields, most: int, *names: str) -> dict[str, bytes]:
+def read_token_lists(most: int, **fields: _Raw) -> dict[str, bytes]:
     """Returns the token ids in some fields, packed, of all lists of each.
 
     Raises:
@@ -164,9 +164,8 @@ def read_token_lists(fields: RoutedFields, most: int, *names: str) -> dict[str, 
         PromptTooLong: a field is a single list of more than ``most``.
     """
     listed = {}
-    for name in names:
-        listing: _Raw = getattr(fields, name)
-        if _TOKEN_LISTS.match(listing):
+    for name, listing in fields.items():
+        if listing and _TOKEN_LISTS.match(listing):
             raw, limit = bytes(listing), most
             if raw.count(b"[") > 1:
                 raw = b"[%b]" % raw.translate(None, b"[]")
@@ -183,13 +182,8 @@ def _check_short(body: bytes | bytearray) -> None:
     """
     fields = decode_json(_SHORT, body, is_checked=True)
     for name in fields.__struct_fields__:
-        if _size(getattr(fields, name)) > MAX_FIELDS_BYTES:
+        if len(getattr(fields, name)) > MAX_FIELDS_BYTES:
             raise invalid(name, f"longer than {MAX_FIELDS_BYTES} bytes", "Send a shorter value.")
-
-
-def _size(raw: _Raw) -> int:
-    """Returns the size of a field's JSON, bytes."""
-    return memoryview(raw).nbytes
 
 
 def _objects(raw: _Raw) -> list[dict[str, Any]]:
