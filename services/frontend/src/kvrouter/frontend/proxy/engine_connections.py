@@ -84,8 +84,10 @@ class EngineConnections:
             origin = _Origin.of(url)
         except ValueError as error:
             raise NotSent(f"its OpenAI API cannot be reached: {error}") from None
-        named = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        if named.count("\n") != len(headers) or named.count("\r") != len(headers) or "\0" in named or not _is_one(path):
+        named = "\r\n".join([*map(": ".join, headers.items()), ""])
+        is_one_path = path.isascii() and path.isprintable() and " " not in path  # No other request begins in it.
+        lines = len(headers)
+        if named.count("\n") != lines or named.count("\r") != lines or "\0" in named or not is_one_path:
             raise ValueError("expected headers and a path without line breaks")
         if origin.credential and "authorization" not in map(str.lower, headers):
             named += origin.credential
@@ -168,11 +170,6 @@ class EngineConnections:
             last = group.exceptions[-1]
             failure = os_error_words(last) if isinstance(last, OSError) else str(last)
         raise NotSent(f"its OpenAI API cannot be reached: {failure} at {origin.host}:{origin.port}")
-
-
-def _is_one(path: str) -> bool:
-    """Returns whether a path is one word, so that no other request begins in it."""
-    return path.isascii() and path.isprintable() and " " not in path
 
 
 @cache

@@ -49,6 +49,8 @@ class EngineAnswer:
         self.reason = reason
         """The phrase of the status."""
         self.headers = headers
+        self.is_read = False
+        """Whether the body was taken to its end."""
         self._read_on = read_on
         self._budget = budget
         self._unread: list[bytes] = []
@@ -64,11 +66,6 @@ class EngineAnswer:
     def content_type(self) -> str:
         """The media type, in lower case and without parameters; empty if there is none."""
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the body was taken to its end."""
-        return self._is_complete and not self._unread
 
     async def part(self) -> bytes:
         """Returns the next bytes of the body, in their turn on the event loop; empty at its end.
@@ -144,11 +141,13 @@ class EngineAnswer:
         part = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
         self._unread.clear()
         self._unread_bytes = 0
+        self.is_read = self._is_complete
         return part
 
     def end(self, error: Exception | None = None) -> None:
         """Takes the end of the body, or the error that ended it."""
         self._is_complete = error is None
+        self.is_read = error is None and not self._unread
         self._error = error
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -183,20 +182,18 @@ class EngineConnection(asyncio.Protocol):
         """Whether it can serve a request."""
         return self._transport is not None and not self._transport.is_closing()
 
-    async def exchange(self, head: bytes, body: bytes, seconds: float | None) -> EngineAnswer:
-        """Sends a request and returns the response when its head has arrived. ``end`` must follow.
+    def exchange(self, head: bytes, body: bytes, seconds: float | None) -> asyncio.Future[EngineAnswer]:
+        """Sends a request and returns the future response, done when its head has arrived. ``end`` must follow.
 
         Args:
             head: The head of the request.
             body: Its body.
             seconds: Time until the end of the response; None for any.
 
-        Raises:
-            EngineFailed: the connection ended.
-            DependencyAway: the response is not HTTP.
-            DeadlineExceeded: the time is over.
+        Otherwise it fails with EngineFailed (the connection ended), DependencyAway (the response is not HTTP) or
+        DeadlineExceeded.
         """
-        self._answered = self._loop.create_future()
+        self._answered = answered = self._loop.create_future()
         self._answer, self._head_bytes, self._is_complete, self._ends_with_connection = None, 0, False, False
         if seconds is not None:
             self._deadline = self._loop.call_later(seconds, self._expire)
@@ -204,7 +201,7 @@ class EngineConnection(asyncio.Protocol):
             self._fail(EngineFailed("its OpenAI API broke the connection: closed without a response"))
         else:
             self._transport.writelines((head, body))
-        return await self._answered
+        return answered
 
     def end(self) -> bool:
         """Ends the exchange. Returns whether the connection can serve another request; otherwise it is closed."""
@@ -213,7 +210,8 @@ class EngineConnection(asyncio.Protocol):
             self._deadline.cancel()
             self._deadline = None
         if self._is_complete and self._keeps_connection and self.is_open:
-            self._read_on()
+            if self._is_paused:
+                self._read_on()
             return True
         self.close()
         return False

@@ -238,7 +238,7 @@ class EngineCalls:
             headers[RANK_HEADER] = str(dispatch.request.dp_rank)
         if dispatch.request.HasField("kv_source"):
             headers[KV_SOURCE_HEADER] = kv_source_text(dispatch.request.kv_source)
-        path = self._path or (self._request.path if self._is_authenticated else self._request.path_qs)
+        path = self._path or (self._request.path if self._is_authenticated else self._request.rel_url.raw_path_qs)
         seconds = dispatch.deadline.remaining()
         answer: EngineAnswer | None = None
         try:
@@ -349,14 +349,14 @@ class EngineCalls:
         Returns the rest, of which the tokens counted before are to be subtracted.
         """
         kept, begun_tokens = bytearray(), 0
-        while part := await answer.part():
-            kept += response.take(part)
+        while not answer.is_read:
+            part = await answer.part()
+            kept += response.take(part, ends=answer.is_read)
             if begun_tokens or len(kept) > _MAX_WHOLE_BYTES:
                 receiver.take(DetailedOutput(0 if begun_tokens else 1, raw=bytes(kept)))
                 begun_tokens = 1
                 kept.clear()
                 await self._response.drain()
-        kept += response.take(b"", ends=True)
         return DetailedOutput(-begun_tokens, raw=bytes(kept))
 
 
