@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvrouter.frontend.recording.recorder import Outline
@@ -65,16 +64,18 @@ class PopularPrefixes:
 
     def note(self, outline: Outline) -> None:
         """Counts the prefixes of a request of the sample."""
-        parent = 0
-        for blocks in _lengths(outline.blocks):
+        parent, blocks, longest = 0, 1, min(outline.blocks, MAX_BLOCKS)
+        prefix = outline.model.encode() + b"\0"
+        while blocks <= longest:
             hashes = outline.local_hashes[: blocks * _HASH_BYTES]
-            name = xxh3_64_intdigest(outline.model.encode() + b"\0" + hashes)
+            name = xxh3_64_intdigest(prefix + hashes)
             counter = self._counters.get(name)
             if counter is None:
                 counter = _Counter(outline.model, hashes, blocks * outline.block_size, parent, 0.0)
                 self._counters[name] = counter
             counter.count += self._sample_every
             parent = name
+            blocks *= 2
         if len(self._counters) > 2 * self._capacity:
             self._forget()
 
@@ -105,10 +106,3 @@ class PopularPrefixes:
     def _forget(self) -> None:
         kept = sorted(self._counters.items(), key=lambda pair: pair[1].count, reverse=True)[: self._capacity]
         self._counters = dict(kept)
-
-
-def _lengths(blocks: int) -> Iterator[int]:
-    length = 1
-    while length <= min(blocks, MAX_BLOCKS):
-        yield length
-        length *= 2
