@@ -31,7 +31,7 @@ from kvrouter.frontend.edge.middlewares import (
 )
 from kvrouter.frontend.edge.model_name import NamedModel, renamed
 from kvrouter.frontend.edge.model_objects import model_objects, named_objects
-from kvrouter.frontend.edge.request_fields import checked_request_id, conversation_of, note_conversation, with_headers
+from kvrouter.frontend.edge.request_fields import checked_request_id, conversation_of, in_conversation, with_headers
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import CompletionStream, StreamedResponse, WholeCompletion, WholeResponse
@@ -166,11 +166,11 @@ class HttpApi:
     async def _at_chosen_model(self, handler: _BodyHandler, request: web.Request, body: _Body) -> web.StreamResponse:
         choices, named = self._frontend.choices, await self._named(request, body)
         conversation = conversation_of(request, self._conversations, named.conversation_id, named.prompt_cache_key)
-        note_conversation(request, conversation)
         models = choices.of(named.model, conversation, request.headers)
-        if not models:
-            return await handler(request, body)
-        return await choices.serve(models, lambda _: handler(request, body))
+        with in_conversation(conversation):
+            if not models:
+                return await handler(request, body)
+            return await choices.serve(models, lambda _: handler(request, body))
 
     async def _named(self, request: web.Request, body: _Body) -> NamedModel | RoutedBody:
         """Returns the fields of a body that choose its model; those of a form choose none.

@@ -48,7 +48,7 @@ def hash_prompt(
     """
     blocks = len(known) // _HASH_BYTES
     scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
-    multimodal = content_in_blocks(request.multimodal_hashes, block_size)
+    multimodal = content_in_blocks(request.multimodal_hashes, block_size) if request.multimodal_hashes else []
     if blocks:
         multimodal = [(block - blocks, content_hash) for block, content_hash in multimodal if block >= blocks]
     return known + local_hashes(prompt[blocks * block_size * TOKEN_BYTES :], block_size, scope, multimodal)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvrouter.frontend.access.quotas import TOKEN_BYTES, Grant
 from kvrouter.runtime.bounds import FREE, FairBound
 from kvrouter.v1.errors import Overloaded, TooLarge
+from msgspec import Struct
 
 WAIT_SECONDS = 5.0
 """Maximum time a body waits for room, seconds."""
@@ -140,38 +141,31 @@ class BodyRooms:
             del self._used[holder]
 
 
-_ROOM: ContextVar[BodyRoom | None] = ContextVar("kvrouter_body_room", default=None)
+current_room: ContextVar[BodyRoom | None] = ContextVar("kvrouter_body_room", default=None)
+"""The room of the body of the request running in this task; None if it has none."""
 
 
-def current_room() -> BodyRoom | None:
-    """Returns the room of the body of the request running in this task; None if it has none."""
-    return _ROOM.get()
-
-
-class BodyRoom:
+class BodyRoom(Struct, eq=False):
     """The room of one body, which ``end`` gives back. As a context it is that of the request which runs there."""
 
-    __slots__ = ("_grant", "_rooms", "_token", "_unclaimed", "holder", "size", "weight")
-
-    def __init__(self, rooms: BodyRooms, holder: str, weight: float, grant: Grant | None) -> None:
-        """``grant`` counts the body until its tokens are known."""
-        self._rooms = rooms
-        self._grant = grant
-        self._unclaimed = 0
-        self._token: Token[BodyRoom | None] | None = None
-        self.holder = holder
-        """Who has a share of the bound; empty if callers are not known."""
-        self.weight = weight
-        self.size = 0
-        """Taken bytes."""
+    _rooms: BodyRooms
+    holder: str
+    """Who has a share of the bound; empty if callers are not known."""
+    weight: float
+    _grant: Grant | None
+    """Counts the body until its tokens are known."""
+    size: int = 0
+    """Taken bytes."""
+    _unclaimed: int = 0
+    _token: Token[BodyRoom | None] | None = None
 
     def __enter__(self) -> BodyRoom:
-        self._token = _ROOM.set(self)
+        self._token = current_room.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._token is not None:
-            _ROOM.reset(self._token)
+            current_room.reset(self._token)
 
     async def hold(self, size: int) -> None:
         """Takes room until it is at least ``size`` bytes.

@@ -249,7 +249,7 @@ class RequestAdmission:
             Overloaded: there is no room for it.
         """
         max_output_tokens *= sequences
-        room = current_room()
+        room = current_room.get()
         tenant, weight = _share_holder() if room is None else (room.holder, room.weight)
         if self._access is None:
             return self._bounds.admit(views, tenant, weight, prompt_tokens, max_output_tokens, room)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar
@@ -32,7 +34,7 @@ RANK_HEADER = "x-data-parallel-rank"
 
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = web.RequestKey("request_id", str)
-_CONVERSATION = web.RequestKey("conversation", str)
+_CONVERSATION: ContextVar[str | None] = ContextVar("kvrouter_conversation", default=None)
 
 MAX_SEQUENCES = 128
 """Maximum number of prompts times sequences of one request."""
@@ -268,16 +270,20 @@ def with_headers(fields: _F, request: web.BaseRequest, conversations: Conversati
 def conversation_of(
     request: web.BaseRequest, conversations: ConversationIds, conversation_id: str | None, prompt_cache_key: str | None
 ) -> str:
-    """Returns the conversation of a request: the noted one, or that of its headers and fields."""
+    """Returns the conversation of a request: that of its headers and fields, unless it is known already."""
+    if (known := _CONVERSATION.get()) is not None:
+        return known
+    return conversations.of(request.headers, conversation_id=conversation_id, prompt_cache_key=prompt_cache_key)
+
+
+@contextmanager
+def in_conversation(conversation: str) -> Iterator[None]:
+    """Makes a conversation known to this task while the context lasts, so that an invalid id is counted once."""
+    token = _CONVERSATION.set(conversation)
     try:
-        return request[_CONVERSATION]
-    except KeyError:
-        return conversations.of(request.headers, conversation_id=conversation_id, prompt_cache_key=prompt_cache_key)
-
-
-def note_conversation(request: web.BaseRequest, conversation: str) -> None:
-    """Notes the conversation of a request that several models may run, so that an invalid id is counted once."""
-    request[_CONVERSATION] = conversation
+        yield
+    finally:
+        _CONVERSATION.reset(token)
 
 
 def requested_id(headers: Mapping[str, str]) -> str:
@@ -297,20 +303,16 @@ def request_id_of(request: web.BaseRequest) -> str:
     try:
         return checked_request_id(request)
     except BadRequest:
-        return _noted_id(request, "")
+        return request.get(_REQUEST_ID) or os.urandom(16).hex()
 
 
 def checked_request_id(request: web.BaseRequest) -> str:
-    """Returns the id of a request: the client's, or a generated one.
+    """Returns the id of a request, which it notes in it: the client's, or a generated one.
 
     Raises:
         BadRequest: the client's is invalid.
     """
-    return _noted_id(request, requested_id(request.headers))
-
-
-def _noted_id(request: web.BaseRequest, requested: str) -> str:
-    """Returns the id noted in the request; without one it notes the client's, or generates one."""
+    requested = requested_id(request.headers)
     try:
         return request[_REQUEST_ID]
     except KeyError:

@@ -14,6 +14,7 @@ from kvrouter.engines.openai_server import os_error_words
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.net.budgets import LoopBudget, loop_budget
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
+from msgspec import Struct
 from multidict import CIMultiDict
 
 _MAX_HEAD_BYTES = 64 << 10
@@ -30,37 +31,27 @@ class EngineFailed(Exception):
     """An engine failed a request it had received: it broke the connection, or answered with an error."""
 
 
-class EngineAnswer:
+class EngineAnswer(Struct, eq=False):
     """The response of an engine: its head, and its body in parts."""
 
-    def __init__(
-        self, status: int, reason: str, headers: CIMultiDict[str], read_on: Callable[[], None], budget: LoopBudget
-    ) -> None:
-        """Creates it without a body.
-
-        Args:
-            status: Its status.
-            reason: The phrase of the status.
-            headers: Its headers.
-            read_on: Called when a body of which too much was unread has been taken.
-            budget: The work that the event loop does at a time.
-        """
-        self.status = status
-        self.reason = reason
-        """The phrase of the status."""
-        self.headers = headers
-        self.is_read = False
-        """Whether the body was taken to its end."""
-        self._read_on = read_on
-        self._budget = budget
-        self._unread: list[bytes] = []
-        self._unread_bytes = 0
-        self._is_complete = False
-        self._error: Exception | None = None
-        self._waiting: asyncio.Future[None] | None = None
-        self._pass: Callable[[bytes], None] | None = None
-        """Passes on a part in the step in which it arrives."""
-        self._client: EventStream | None = None
+    status: int
+    reason: str
+    """The phrase of the status."""
+    headers: CIMultiDict[str]
+    _read_on: Callable[[], None]
+    """Called when a body of which too much was unread has been taken."""
+    _budget: LoopBudget
+    """The work that the event loop does at a time."""
+    is_read: bool = False
+    """Whether the body was taken to its end."""
+    _unread: list[bytes] = []
+    _unread_bytes: int = 0
+    _is_complete: bool = False
+    _error: Exception | None = None
+    _waiting: asyncio.Future[None] | None = None
+    _pass: Callable[[bytes], None] | None = None
+    """Passes on a part in the step in which it arrives."""
+    _client: EventStream | None = None
 
     @property
     def content_type(self) -> str:

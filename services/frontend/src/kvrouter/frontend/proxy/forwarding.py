@@ -228,7 +228,7 @@ class EngineCalls:
         if worker is None or not worker.openai_endpoint:
             receiver.on_error(DependencyAway(f"worker {dispatch.worker_id} has no OpenAI API any more"))
             return
-        if not self._routed.may_run_at(worker):
+        if self._routed.salted_path and not self._routed.may_run_at(worker):
             receiver.on_error(DependencyAway(f"worker {dispatch.worker_id} does not separate caches by salt"))
             return
         headers = self._headers(dispatch.request.request_id)
