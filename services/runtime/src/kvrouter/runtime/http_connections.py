@@ -28,6 +28,11 @@ class JsonRequestHandler(RequestHandler):
     writing_paused: bool
     """Whether the client leaves output unread. It is aiohttp's property as an attribute, since each token reads it."""
 
+    def resume_reading(self, *arguments: bool, **options: bool) -> None:
+        """Reads on if reading had stopped. aiohttp calls it after each body, and would parse and resume in vain."""
+        if self._reading_paused:
+            super().resume_reading(*arguments, **options)
+
     def handle_error(
         self,
         request: web.BaseRequest,

@@ -171,7 +171,7 @@ class _Connections:
             self.closed("refused")
             return False
         self._by_handler[connection.handler] = connection
-        self._wait(connection)
+        (self._waiting if self.turns is None else self._waiting_strangers)[connection] = None
         return True
 
     def remove(self, connection: _Connection) -> None:
@@ -180,10 +180,6 @@ class _Connections:
         self._waiting_strangers.pop(connection, None)
         if self.turns is not None:
             self.turns.forget(connection)
-
-    def _wait(self, connection: _Connection) -> None:
-        waiting = self._waiting_strangers if connection.handler.is_stranger else self._waiting
-        waiting[connection] = None
 
     def _make_room(self) -> bool:
         oldest = next(iter(self._waiting_strangers), None)
@@ -224,7 +220,8 @@ class _Connections:
             finally:
                 connection.end_request(drops_body=not request.content.is_eof())
                 if protocol in self._by_handler:
-                    self._wait(connection)
+                    idle = self._waiting_strangers if connection.handler.is_stranger else self._waiting
+                    idle[connection] = None
 
         return follow
 
