@@ -45,8 +45,7 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
         web.HTTPRequestTimeout: no part of the body arrived within ``idle_seconds``, or it arrives too slowly.
     """
     content = request.content
-    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding == "identity" and content.is_eof() and content.exception() is None:
+    if "Content-Encoding" not in request.headers and content.is_eof() and content.exception() is None:
         # All of it has arrived, as most bodies have with their headers.
         _check_size(content.total_bytes, limit)
         await room.hold(content.total_bytes)
@@ -55,6 +54,7 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
         return arrived
     if not request.body_exists:
         return b""
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     body = bytearray()
     declared = request.content_length or 0
     _check_size(declared, limit)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import lru_cache
 from typing import cast
 
 import httptools
@@ -56,7 +57,7 @@ class EngineAnswer(Struct, eq=False):
     @property
     def content_type(self) -> str:
         """The media type, in lower case and without parameters; empty if there is none."""
-        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        return _media_type(self.headers.get("Content-Type", ""))
 
     async def part(self) -> bytes:
         """Returns the next bytes of the body, in their turn on the event loop; empty at its end.
@@ -144,6 +145,11 @@ class EngineAnswer(Struct, eq=False):
             self._waiting.set_result(None)
 
 
+@lru_cache(256)
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
 class EngineConnection(asyncio.Protocol):
     """A connection with one request at a time."""
 
@@ -200,7 +206,7 @@ class EngineConnection(asyncio.Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        if self._is_complete and self._keeps_connection and self.is_open:
+        if self._is_complete and self._keeps_connection and self._transport is not None:
             if self._is_paused:
                 self._read_on()
             return True

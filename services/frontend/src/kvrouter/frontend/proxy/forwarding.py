@@ -94,7 +94,7 @@ def generate_request(
         request.sampling_options.n = body.sequences
     if body.cache_salt:
         request.scope.cache_salt = body.cache_salt
-    if body.media is not None:
+    if body.media:
         request.multimodal_hashes.extend(body.media.hashes)
     if body.dp_rank is not None:
         request.constraints.dp_rank = body.dp_rank

@@ -137,7 +137,9 @@ class RoutedBody(msgspec.Struct, frozen=True):
         if (fields.priority or 0) not in _PRIORITIES:
             raise BadRequest("priority: out of range", field="priority", advice="Send an integer of 32 bits.")
         output = fields.max_completion_tokens or fields.max_output_tokens or fields.max_tokens or 0
-        sequences = max(1, min(max(fields.n or 1, fields.best_of or 1), MAX_SEQUENCES))
+        sequences = 1
+        if fields.n or fields.best_of:
+            sequences = max(1, min(max(fields.n or 1, fields.best_of or 1), MAX_SEQUENCES))
         parsed = cls(
             model=fields.model or "",
             max_output_tokens=max(0, min(output, _MAX_TOKENS)),
@@ -275,5 +277,5 @@ def _stand_in(prompt: bytes, limit: int) -> bytes:
     # Found from the end in a third of the time.
     if prompt.rfind(b'"data:') >= 0:
         prompt = _DATA_URL.sub(lambda found: blake3(found[0]).digest(_MEDIUM_BYTES), prompt)
-    tokens = max(1, min(len(prompt) // TOKEN_BYTES, limit))
-    return prompt.ljust(TOKEN_BYTES)[: tokens * TOKEN_BYTES]
+    prompt = prompt.ljust(TOKEN_BYTES)
+    return prompt[: min(len(prompt) // TOKEN_BYTES, limit) * TOKEN_BYTES]

@@ -97,16 +97,15 @@ class _Placed:
     is_known: bool = False
 
 
-class PromptMedia:
+class PromptMedia(msgspec.Struct, eq=False):
     """The media of one prompt, in the order of its parts: taken, then identified, then placed among its tokens."""
 
-    def __init__(self, options: bytes = b"") -> None:
-        """``options``: fields of the body by which the engine changes media, as they are; empty for none."""
-        self.hashes: list[MultimodalHash] = []
-        """Place and hash of each medium, once placed."""
-        self._options = options
-        self._media: list[_Placed] = []
-        self._lengths: MediaLengths | None = None
+    _options: bytes = b""
+    """Fields of the body by which the engine changes media, as they are; empty for none."""
+    hashes: list[MultimodalHash] = []
+    """Place and hash of each medium, once placed."""
+    _media: list[_Placed] = []
+    _lengths: MediaLengths | None = None
 
     def __len__(self) -> int:
         return len(self._media)
