@@ -181,13 +181,9 @@ class HttpApi:
             return NamedModel()
         if not self._frontend.models.may_forward or request.path == COUNT_TOKENS:
             return await self._decoded(NamedModel.read, body)
-        request[_ROUTED] = routed = await self._read_routed(request.path, body)
-        return routed
-
-    def _read_routed(self, path: str, body: _Body, *, is_json: bool = True) -> Awaitable[RoutedBody]:
-        """Reads the fields of a body by which it is routed."""
         limit = self._frontend.runner.limits.max_prompt_tokens
-        return RoutedBody.read(body, self._work, max_prompt_tokens=limit, api=TRANSLATED.get(path), is_json=is_json)
+        request[_ROUTED] = routed = await RoutedBody.read(body, self._work, request.path, max_prompt_tokens=limit)
+        return routed
 
     def _max_chat_bytes(self) -> int:
         """Returns the maximum size of a chat's body. Only engines that get it as it is take images."""
@@ -379,7 +375,9 @@ class HttpApi:
         limit = self._frontend.runner.limits.max_prompt_tokens
         path = request.path
         read = request.pop(_ROUTED, None) if self._frontend.choices.rules else None
-        routed = routed or read or await self._read_routed(path, body, is_json=is_json)
+        routed = routed or read
+        if routed is None:
+            routed = await RoutedBody.read(body, self._work, path, max_prompt_tokens=limit, is_json=is_json)
         name = routed.model
         model = chosen_model(name)
         pools = models.resolve(model).forwarding

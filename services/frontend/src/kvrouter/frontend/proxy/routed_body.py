@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 from blake3 import blake3
-from kvrouter.engines.fields import has_salt
+from kvrouter.engines.fields import CHATS, has_salt
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, RANK_HEADER, requested_rank
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
@@ -215,21 +215,21 @@ class RoutedBody(msgspec.Struct, frozen=True):
         cls,
         body: bytes | bytearray,
         work: ClientWork,
+        path: str = CHATS,
         *,
         max_prompt_tokens: int,
         is_json: bool = True,
-        api: type[TranslatedRequest] | None = None,
     ) -> Awaitable[RoutedBody]:
         """Does the same as ``parse``, or as ``unread`` if the body is not JSON, with a long body in a thread.
 
-        Parsing releases the GIL between pieces of the prompt.
+        ``path`` is that of the request, and names the API. Parsing releases the GIL between pieces of the prompt.
 
         Raises:
             BadRequest, PromptTooLong, RateLimited, Overloaded.
         """
         parse = partial(cls.unread, body)
         if is_json:
-            parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens, api=api)
+            parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens, api=TRANSLATED.get(path))
         return work.run_body(parse, size=len(body))
 
     async def tokenized(self, texts: TextModels, model: str, *, max_prompt_tokens: int) -> RoutedBody:

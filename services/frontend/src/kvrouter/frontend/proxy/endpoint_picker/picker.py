@@ -18,7 +18,7 @@ from kvrouter.frontend.packed_prompt import hash_prompt, with_content
 from kvrouter.frontend.proxy.endpoint_picker.engines import EngineAddresses, EngineWatch, Pick
 from kvrouter.frontend.proxy.engine_request import check_salted, permitted
 from kvrouter.frontend.proxy.forwarding import generate_request
-from kvrouter.frontend.proxy.routed_body import TRANSLATED, RoutedBody
+from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.request.attempt_input import routing_request
 from kvrouter.frontend.request.model_choice import ModelChoices
 from kvrouter.frontend.request.model_pools import describe_models, of_pool, resolve_model
@@ -143,8 +143,8 @@ class Picker:
             KvRouterError: the body cannot be routed, the model is unknown, or the caller may not use it.
         """
         limit = self.settings.max_prompt_tokens
-        api = TRANSLATED.get(path.partition("?")[0])
-        routed = await RoutedBody.read(body, self._texts.work, max_prompt_tokens=limit, is_json=is_json, api=api)
+        api_path = path.partition("?")[0]
+        routed = await RoutedBody.read(body, self._texts.work, api_path, max_prompt_tokens=limit, is_json=is_json)
         model, pool = routed.model or self._only_model(), ""
         conversation = self._conversations.of(
             headers, conversation_id=routed.conversation_id, prompt_cache_key=routed.prompt_cache_key
