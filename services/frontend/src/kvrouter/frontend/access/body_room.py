@@ -53,11 +53,21 @@ class BodyRooms:
         """Number of bodies waiting for room."""
         return len(self._waiting)
 
-    def try_take(self, room: BodyRoom, amount: int) -> bool:
+    def try_take(self, room: BodyRoom, amount: int, *, has_waited: bool = False) -> bool:
         """Takes further room for a body. Returns False if there is none, or if earlier bodies of its holder wait."""
-        if self._waiting and any(each.room.holder == room.holder for each in self._waiting):
+        holder, is_oldest = room.holder, bool(self._reading) and self._is_oldest(room)
+        if self._waiting and not has_waited and any(each.room.holder == holder for each in self._waiting):
             return False
-        return self._try(room, amount)
+        if holder and not is_oldest and self._has_its_part(holder, amount):
+            return False
+        requests = int(not room.size)
+        if not self._bound.try_add(holder, room.weight, amount, requests=requests, is_forced=is_oldest):
+            return False
+        if holder:
+            self._note(holder, amount)
+        room.size += amount
+        self._reading.setdefault(room)
+        return True
 
     async def wait(self, room: BodyRoom, amount: int) -> None:
         """Takes further room for a body as soon as there is some.
@@ -109,24 +119,11 @@ class BodyRooms:
             holder = waiting.room.holder
             if waiting.taken.done() or (holder in passed_over and not self._is_oldest(waiting.room)):
                 continue
-            if self._try(waiting.room, waiting.amount):
+            if self.try_take(waiting.room, waiting.amount, has_waited=True):
                 self._waiting.remove(waiting)
                 waiting.taken.set_result(None)
             else:
                 passed_over.add(holder)
-
-    def _try(self, room: BodyRoom, amount: int) -> bool:
-        holder, is_oldest = room.holder, bool(self._reading) and self._is_oldest(room)
-        if holder and not is_oldest and self._has_its_part(holder, amount):
-            return False
-        requests = int(not room.size)
-        if not self._bound.try_add(holder, room.weight, amount, requests=requests, is_forced=is_oldest):
-            return False
-        if holder:
-            self._note(holder, amount)
-        room.size += amount
-        self._reading.setdefault(room)
-        return True
 
     def _is_oldest(self, room: BodyRoom) -> bool:
         return room is next(iter(self._reading), None)
