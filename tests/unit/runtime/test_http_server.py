@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.web_protocol import MAX_MSG_QUEUE_SIZE
 from kvrouter.devtools.system.certificates import DevelopmentAuthority
 from kvrouter.net.tls import Tls, TlsOptions
 from kvrouter.runtime import http_connections as http_strangers, http_server
@@ -321,3 +322,23 @@ async def test_half_a_handshake_is_cut_off(tmp_path: Path) -> None:
         reader, _ = await served.connect(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100))
         with suppress(ConnectionError):
             assert await reader.read() == b""
+
+
+async def test_all_requests_of_a_pipelining_client_are_answered() -> None:
+    """The parser of aiohttp holds requests back, one fewer after a body that came apart from its head."""
+    head, answer = b"POST /upload HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n", b"\r\n\r\n2"
+    begun = asyncio.Event()
+
+    @web.middleware
+    async def note(request: web.Request, handler: Any) -> web.StreamResponse:
+        begun.set()
+        return await handler(request)
+
+    async with serving(middlewares=[note]) as served, asyncio.timeout(30):
+        reader, writer = await served.connect(head)
+        await begun.wait()
+        writer.write(b"ab")
+        await reader.readuntil(answer)
+        writer.write((head + b"ab") * (MAX_MSG_QUEUE_SIZE + 8))
+        for _ in range(MAX_MSG_QUEUE_SIZE + 8):
+            await reader.readuntil(answer)

@@ -29,8 +29,11 @@ class JsonRequestHandler(RequestHandler):
     """Whether the client leaves output unread. It is aiohttp's property as an attribute, since each token reads it."""
 
     def resume_reading(self, *arguments: bool, **options: bool) -> None:
-        """Reads on if reading had stopped. aiohttp calls it after each body, and would parse and resume in vain."""
-        if self._reading_paused:
+        """Reads on if reading had stopped, or if requests wait, the rest of which aiohttp's parser may hold back.
+
+        aiohttp calls it after each body, and would mostly parse and resume in vain.
+        """
+        if self._reading_paused or self._messages:
             super().resume_reading(*arguments, **options)
 
     def handle_error(
