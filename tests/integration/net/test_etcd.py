@@ -47,6 +47,17 @@ async def test_keys_follow_put_and_delete(namespace: str, etcd_endpoint: str) ->
         assert not await client.get_prefix(f"/{namespace}/".encode())
 
 
+async def test_the_renewals_of_a_lease_end_with_its_keys(namespace: str, etcd_endpoint: str) -> None:
+    keys = LeasedKeys(etcd_endpoint, ttl_seconds=6)
+    keys.put(f"/{namespace}/a", b"1")
+    async with held(keys):
+        keys.put(f"/{namespace}/b", b"2")  # written after a renewal
+        await keys.wait_registered()
+        renewals = keys._renewals
+        assert not renewals.done()
+    assert renewals.done()
+
+
 async def test_keys_that_take_longer_to_write_than_a_lease_lives_stay(namespace: str, etcd_endpoint: str) -> None:
     class Slow(LeasedKeys):
         async def _put_own(self, client: Client, key: str, value: bytes) -> None:

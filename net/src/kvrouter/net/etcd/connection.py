@@ -68,7 +68,7 @@ async def connect(target: str | EtcdAccess) -> AsyncIterator[aetcd.Client]:
             except AWAY as error:
                 # A user that may not read the key got an answer all the same.
                 if not is_forbidden(error):
-                    errors.append(f"{host}:{port}: {_reason(error)}")
+                    errors.append(f"{host}:{port}: {reason_of(error)}")
                     continue
             yield client
             return
@@ -82,7 +82,8 @@ def is_forbidden(error: BaseException) -> bool:
     return _FORBIDDEN in str(error)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Returns what is known of a failed call, in one line."""
     return (error.details() or "") if isinstance(error, grpc.aio.AioRpcError) else str(error)
 
 

@@ -15,7 +15,7 @@ import grpc
 from aetcd import rpc
 from kvrouter.net.backoff import Backoff
 from kvrouter.net.etcd.access import EtcdAccess
-from kvrouter.net.etcd.connection import AWAY, CALL_SECONDS, RETRY_SECONDS, EtcdAway, connect
+from kvrouter.net.etcd.connection import AWAY, CALL_SECONDS, RETRY_SECONDS, EtcdAway, connect, reason_of
 from kvrouter.net.logs import get_logger
 
 log = get_logger(__name__)
@@ -134,7 +134,7 @@ class LeasedKeys:
                         await self._keep(client)
                 except AWAY as error:
                     if not self._backoff.failures:
-                        log.warning("etcd.unreachable", endpoints=str(self._access), error=str(error))
+                        log.warning("etcd.unreachable", endpoints=str(self._access), error=reason_of(error))
                     if time.monotonic() >= self._expires:
                         self._registered.clear()
                     await asyncio.sleep(self._backoff.failed())
@@ -144,20 +144,25 @@ class LeasedKeys:
                 await self._revoke()
 
     async def _keep(self, client: aetcd.Client) -> None:
-        self._renewals = None
-        while not self._stopping:
-            await self._renew(client)
-            await self._write(client)
-            await self._check_companions(client)
-            if failures := self._backoff.succeeded():
-                log.info("etcd.reachable", endpoints=str(self._access), failures=failures)
-            # ``_write`` clears the event, which ``stop`` may have set just before.
-            if self._stopping:
-                return
-            # Two renewals may fail before the lease expires. Processes that start together do not renew together.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._ttl / 3 * random.uniform(0.8, 1.0)):
-                    await self._changed.wait()
+        try:
+            while not self._stopping:
+                await self._renew(client)
+                await self._write(client)
+                await self._check_companions(client)
+                if failures := self._backoff.succeeded():
+                    log.info("etcd.reachable", endpoints=str(self._access), failures=failures)
+                # ``_write`` clears the event, which ``stop`` may have set just before.
+                if self._stopping:
+                    return
+                # Two renewals may fail before the lease expires. Processes that start together do not renew together.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._ttl / 3 * random.uniform(0.8, 1.0)):
+                        await self._changed.wait()
+        finally:
+            # Closing the channel ends no stream that nothing waits for, and etcd waits for streams when it stops.
+            renewals, self._renewals = self._renewals, None
+            if renewals is not None:
+                renewals.cancel()
 
     async def _renew(self, client: aetcd.Client) -> None:
         asked = time.monotonic()
