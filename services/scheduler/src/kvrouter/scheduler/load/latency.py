@@ -162,18 +162,18 @@ class LatencyCalibration:
         self.relative = RelativeLatency()
         """How slow each rank is, relative to the component."""
 
-    def learn(self, measured_ms: float, forecast_ms: float, dispatched_at: RankSpeed, now: float) -> None:
+    def learn(self, measured_ms: float, forecast_ms: float, speed: RankSpeed, now: float) -> None:
         """Learns from a first token.
 
         Args:
             measured_ms: Its time since the dispatch, ms.
             forecast_ms: The forecast at the component's speed, ms; one of 0 or less is not compared.
-            dispatched_at: The speed of the rank as it was known at the dispatch.
+            speed: The speed of the rank as it was known at the dispatch.
             now: Time in seconds.
         """
         if forecast_ms <= 0:
             return
         ratio = measured_ms / forecast_ms
-        if dispatched_at.mean is not None:
-            self.relative.observe(dispatched_at.mean, ratio, now)
-        self.value *= min(max(ratio / dispatched_at.latency, 1 / WIDEST), WIDEST) ** STEP
+        if speed.mean is not None:
+            self.relative.observe(speed.mean, ratio, now)
+        self.value *= min(max(ratio / speed.latency, 1 / WIDEST), WIDEST) ** STEP

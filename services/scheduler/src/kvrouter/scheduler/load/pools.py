@@ -125,14 +125,10 @@ class Pools:
         self._accounting = accounting
         self._report_age = report_age_seconds
         self._pools: dict[ComponentName, Pool] = {}
-        """Every component so far: bookings may outlive a registration."""
-        self._followed: Mapping[ComponentName, ComponentView] = {}
-        self._registered: dict[ComponentName, Pool] = {}
-        """The components of the views that were followed last."""
 
     def __iter__(self) -> Iterator[Pool]:
         """Iterates over the registered components."""
-        return iter(list(self._current().values()))
+        return iter([self._current(view) for view in self._views()])
 
     def reports_of(self, name: ComponentName) -> LoadReports | None:
         """Returns the load reports of a component; None if it is not registered."""
@@ -141,11 +137,12 @@ class Pools:
 
     def models(self) -> Collection[str]:
         """Returns the served models."""
-        return {pool.model for pool in self._current().values()}
+        return {view.descriptor.model for view in self._views()}
 
     def get(self, name: ComponentName) -> Pool | None:
         """Returns a component by name; None if it is not registered."""
-        return self._current().get(name)
+        view = self._directory.components.get(name)
+        return self._current(view) if view is not None and view.descriptor.block_size else None
 
     def named(self, namespace: str, name: str) -> Pool:
         """Returns a component by name.
@@ -154,11 +151,11 @@ class Pools:
             UnknownComponent: no component has the name.
         """
         try:
-            pool = self._current().get(_component_name(namespace, name))
+            pool = self.get(_component_name(namespace, name))
         except InvalidName:
             pool = None
         if pool is None:
-            raise UnknownComponent(f"{namespace}/{name}", list(self._current()))
+            raise UnknownComponent(f"{namespace}/{name}", [view.name for view in self._views()])
         return pool
 
     def find(self, request: RoutingRequest, stage: Stage) -> Pool:
@@ -173,39 +170,37 @@ class Pools:
         if request.HasField("component"):
             return self.named(request.component.namespace, request.component.name)
         serving = [
-            pool for pool in self._current().values() if pool.model == request.model and serves(pool.role, stage)
+            view
+            for view in self._views()
+            if view.descriptor.model == request.model and serves(view.descriptor.role, stage)
         ]
         if not serving:
             raise UnknownModel(request.model, self.models())
-        return max(serving, key=lambda pool: (len(pool.view.workers), str(pool.name)))
+        return self._current(max(serving, key=lambda view: (len(view.workers), str(view.name))))
 
     def prefill_pools_of(self, decode: Pool) -> tuple[Pool, ...]:
         """Returns the components whose workers can compute prompts for a decode pool."""
         return tuple(
-            pool
-            for pool in self._current().values()
-            if pool.role == Role.ROLE_PREFILL
-            and pool.model == decode.model
-            and pool.booked_load.block_size == decode.booked_load.block_size
-            and pool.name.namespace == decode.name.namespace
+            self._current(view)
+            for view in self._views()
+            if view.descriptor.role == Role.ROLE_PREFILL
+            and view.descriptor.model == decode.model
+            and view.descriptor.block_size == decode.booked_load.block_size
+            and view.name.namespace == decode.name.namespace
         )
 
-    def _current(self) -> dict[ComponentName, Pool]:
-        """Returns the registered components as they are now."""
-        components = self._directory.components
-        if components is not self._followed:
-            # Nothing can be booked in a component without a block size.
-            views = [view for view in components.values() if view.descriptor.block_size]
-            self._registered = {view.name: self._following(view) for view in views}
-            self._followed = components
-        return self._registered
+    def _views(self) -> list[ComponentView]:
+        # Nothing can be booked in a component without a block size.
+        return [view for view in self._directory.components.values() if view.descriptor.block_size]
 
-    def _following(self, view: ComponentView) -> Pool:
+    def _current(self, view: ComponentView) -> Pool:
         pool = self._pools.get(view.name)
+        if pool is not None and view is pool.view:
+            return pool
         # Another block size makes another component; the owners of bookings in the old one free them.
         if pool is None or pool.booked_load.block_size != view.descriptor.block_size:
             pool = self._pools[view.name] = Pool(view, self._accounting, self._report_age)
-        elif view is not pool.view:
+        else:
             pool.follow(view)
         return pool
 

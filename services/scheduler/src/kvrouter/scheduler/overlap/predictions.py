@@ -81,7 +81,7 @@ class Predictions:
 
     def concern(self, pool: Pool, prompt: Prompt) -> bool:
         """Returns whether blocks of a prompt are predicted on any rank."""
-        return self.everywhere or prompt.indexed_blocks is not None or bool(pool.worker_set.without_events)
+        return prompt.indexed_blocks is not None or self.some_of(pool)
 
     def all_of(self, pool: Pool) -> bool:
         """Returns whether those of every rank are predicted, so that no Indexer knows more."""

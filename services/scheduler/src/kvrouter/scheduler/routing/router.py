@@ -152,17 +152,17 @@ class Router:
         Raises:
             KvRouterError: it cannot be booked.
         """
-        key, rank = context.booking.key, decision.rank
+        key = context.booking.key
         response = selection_response(decision, overlaps)
         response.sharding_advised = self.is_behind()
         if context.ignored_overrides:
             response.ignored_overrides.extend(context.ignored_overrides)
-        if key is not None and not self._book(context, key, rank, decision, response):
+        if key is not None and not self._book(context, key, decision, response):
             repeated = self.earlier_outcome(context, key)  # at another Scheduler, which announced it meanwhile
             if repeated is None:
                 raise BookingFreed(key[0])
             return repeated
-        context.pool.previous[decision.mode] = rank
+        context.pool.previous[decision.mode] = decision.rank
         self.decisions.add(decision)
         return response
 
@@ -170,7 +170,6 @@ class Router:
         self,
         context: RequestContext,
         key: Key,
-        rank: Rank,
         decision: Decision,
         response: SelectWorkerResponse,
     ) -> bool:
@@ -183,7 +182,7 @@ class Router:
             key,
             pool,
             prompt if is_predicted else prompt.without_local_hashes(),
-            Placement(rank, decision.prefill_tokens),
+            Placement(decision.rank, decision.prefill_tokens),
             response,
             audited=queried_indexer and prompt.indexed_blocks is None and not decision.is_prefilled_remotely,
             most_overlap_blocks=decision.snapshot.live_overlap(is_retry=key[1] > 0),
