@@ -45,8 +45,6 @@ def serves(role: Role, stage: Stage = Stage.STAGE_WHOLE) -> bool:
 
 def content_in_blocks(hashes: Sequence[MultimodalHash], block_size: int) -> list[tuple[int, int]]:
     """Returns (block index, content hash) for each hash of multimodal content, as ``local_hashes`` takes them."""
-    if not hashes:
-        return []  # Most requests have no media.
     return [
         (item.token_index // block_size if item.HasField("token_index") else item.block_index, item.hash)
         for item in hashes

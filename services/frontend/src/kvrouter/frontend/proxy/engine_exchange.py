@@ -54,6 +54,10 @@ class EngineAnswer(Struct, eq=False):
     """Passes on a part in the step in which it arrives."""
     _client: EventStream | None = None
 
+    def __repr__(self) -> str:
+        """Returns the status only, without the body."""
+        return f"EngineAnswer({self.status})"
+
     @property
     def content_type(self) -> str:
         """The media type, in lower case and without parameters; empty if there is none."""

@@ -63,6 +63,10 @@ class LiveBooking(msgspec.Struct, eq=False):
             sequences=sequences,
         )
 
+    def __repr__(self) -> str:
+        """Returns the key only: hashes are long, and say what the prompt is."""
+        return f"LiveBooking({self.key.request_id!r}, attempt={self.key.attempt})"
+
     @property
     def predicted_cached_tokens(self) -> int:
         """Prompt tokens the Scheduler expected in the rank's cache."""

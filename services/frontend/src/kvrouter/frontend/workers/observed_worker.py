@@ -149,7 +149,7 @@ class ObservedWorker:
     pieces_at_probe: int = 0
     """Those it had sent when it was last due to be probed."""
     pieces_at_interval: int = 0
-    """Those it had sent at the end of the last interval in which its progress was observed."""
+    """Those it had sent at the end of the last interval."""
     last_failure: str = ""
     is_draining: bool = False
     """Whether it is stopping, or an operator drains it, or it left while it answered: then its end is no death."""

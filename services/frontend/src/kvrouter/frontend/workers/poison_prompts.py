@@ -170,6 +170,10 @@ class RequestDeaths(msgspec.Struct, eq=False):
     failures: list[WorkerFailure] = []
     """Failures of which the worker died, or may have died."""
 
+    def __repr__(self) -> str:
+        """Returns the model and the failures, without the prompt."""
+        return f"RequestDeaths({self.model!r}, {self.failures!r})"
+
     @property
     def workers(self) -> list[str]:
         """The workers that died."""
