@@ -399,6 +399,31 @@ async def test_a_pointer_that_is_lost_comes_back_with_the_next_snapshot(
         assert pointer.current.object_name > ref.object_name
 
 
+async def test_a_pointer_read_before_a_snapshot_does_not_hide_it(
+    connection: Client, component: ComponentName, etcd_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(connection, component)
+    async with indexing(connection, component, home=home(etcd_endpoint)) as index:
+        await until(lambda: index.ready)
+        snapshots = index.snapshots
+        assert snapshots
+        read, has_read, taken = snapshots._read_pointer, asyncio.Event(), asyncio.Event()
+
+        async def read_late() -> SnapshotPointer:
+            pointer = await read()
+            has_read.set()
+            await taken.wait()
+            return pointer
+
+        monkeypatch.setattr(snapshots, "_read_pointer", read_late)
+        due = asyncio.create_task(snapshots._due())
+        await has_read.wait()
+        ref, _ = await snapshots.take(index.position)
+        taken.set()
+        assert not await due
+        assert snapshots.current == ref
+
+
 async def test_a_lock_that_nobody_holds_stops_no_snapshot(
     connection: Client, component: ComponentName, etcd_endpoint: str
 ) -> None:

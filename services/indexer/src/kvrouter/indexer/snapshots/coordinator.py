@@ -315,7 +315,10 @@ class Snapshots:
         except NotFoundError:
             return False
         former = self.current
-        self.current = (await self._read_pointer()).current
+        current = (await self._read_pointer()).current
+        if self.current is not former:
+            return False  # A snapshot was taken meanwhile, which the pointer may not have named yet.
+        self.current = current
         if self.current.object_name:
             self._pointer_lost = False
         elif former.object_name:
