@@ -82,7 +82,7 @@ def read_prompt(
     if request.length_is_estimated:
         tokens = min(tokens, longest_prompt(max_model_len, max_prompt_tokens), largest_cache * block_size or tokens)
         tokens = max(1, tokens)
-    elif tokens > longest_prompt(max_model_len, max_prompt_tokens):
+    else:
         check_prompt_length(tokens, max_model_len, max_prompt_tokens)
     if request.WhichOneof("prompt") == "token_ids":
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)

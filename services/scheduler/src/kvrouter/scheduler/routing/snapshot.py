@@ -199,7 +199,7 @@ def snapshot(
         # Without the request itself: its own blocks could make every rank busy.
         judged = pool.judged_load(now)
         free = fit[~judged.above(thresholds)[fit]]
-    free_slots = pool.free_slots(loads.requests, now) if worker_set.knows_slots else worker_set.slots
+    free_slots = pool.free_slots(loads.requests, now)
     count_prefill_tokens: Callable[[], Column] = uncached
     prefill = None
     if constraints.stage == _DECODE:  # which receives its blocks
