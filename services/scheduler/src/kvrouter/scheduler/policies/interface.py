@@ -109,11 +109,6 @@ class SchedulingContext(msgspec.Struct, frozen=True):
         return self.loads.head_prefill_tokens
 
     @property
-    def head_prefill_since(self) -> Amounts:
-        """Time at which this request became the oldest, in seconds; infinite without one."""
-        return self.loads.head_prefill_since
-
-    @property
     def head_prefill_seconds(self) -> Amounts:
         """Seconds since the oldest request without a first token became the oldest; 0 without one."""
         return self.loads.head_prefill_seconds

@@ -23,7 +23,7 @@ class RankLoad(NamedTuple):
 
 
 class Loads:
-    """Load as columns of shape (ranks,), in the order of the registered ranks. They are made when they are read."""
+    """Load as columns of shape (ranks,), in the order of the registered ranks: views of the packed bytes."""
 
     def __init__(self, packed: bytes, now: float) -> None:
         """Takes the packed columns of ``kvrouter.core.LoadColumns``, and the time at which they were read, seconds."""
@@ -81,11 +81,11 @@ class Loads:
 
     @property
     def head_prefill_since(self) -> NDArray[np.float64]:
-        """Seconds of the clock since which it is computed; infinite if no prompt waits."""
+        """Time at which that prompt became the oldest, seconds of the clock; infinite if no prompt waits."""
         column: NDArray[np.int64] = self.rows[6]
         return column.view(np.float64)
 
     @property
     def head_prefill_seconds(self) -> NDArray[np.float64]:
-        """Seconds for which it has been computed; 0 if no prompt waits."""
+        """Seconds since that prompt became the oldest; 0 if no prompt waits."""
         return np.maximum(self.now - self.head_prefill_since, 0.0)
