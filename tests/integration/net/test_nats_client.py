@@ -72,6 +72,51 @@ async def test_a_server_that_pings_before_its_first_pong_gets_what_is_sent(nats_
         await client.close()
 
 
+class _Written(TolerantClient):
+    """Notes the commands that it sends."""
+
+    sent = b""
+
+    def _connect_command(self) -> bytes:
+        transport: Any = self._transport
+        write, write_lines = transport.write, transport.writelines
+
+        def note(data: bytes) -> None:
+            self.sent += data
+            write(data)
+
+        def note_lines(lines: list[bytes]) -> None:
+            self.sent += b"".join(lines)
+            write_lines(lines)
+
+        transport.write, transport.writelines = note, note_lines
+        return super()._connect_command()
+
+
+async def test_a_flush_asks_after_the_subscriptions_before_it(nats_url: str) -> None:
+    client = _Written()
+    await client.connect(nats_url)
+    try:
+        for subject in ("one", "two"):
+            await client.subscribe(subject)
+        await client.flush()
+    finally:
+        await client.close()
+    commands = [line.split()[0] for line in client.sent.splitlines()]
+    assert commands == [b"CONNECT", b"PING", b"SUB", b"SUB", b"PING"]
+
+
+async def test_a_flush_after_a_late_first_pong_waits_for_its_own(nats_url: str) -> None:
+    client = _SlowClient()
+    await client.connect(nats_url)
+    try:
+        flushing = client._pongs_received
+        await client.flush()
+        assert client._pongs_received - flushing == 2, "the PONG of the connection, then that of the flush"
+    finally:
+        await client.close()
+
+
 async def test_messages_that_were_read_together_are_handled_over_several_passes(nats_url: str) -> None:
     client, publisher = TolerantClient(), TolerantClient()
     await client.connect(nats_url)
