@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from kvrouter.frontend.schedulers.scheduler_choice import rendezvous
 from kvrouter.runtime.contracts import Frontend, Indexer, Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
@@ -148,17 +149,24 @@ class Processes:
         return (await self.status(name)).components[0].queued
 
     async def deciding(self, frontends: int, names: tuple[str, str] = SCHEDULERS) -> tuple[str, str]:
-        """Of two processes, that whose Scheduler holds the sessions of all the Frontends, and the other one."""
+        """Of two processes, that whose Scheduler holds the sessions of all the Frontends, and the other one.
+
+        A Frontend that saw one Scheduler before the other has its session there until it saw both.
+        """
         sessions: list[int] = []
+        chosen: set[str | None] = set()
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while True:
                     sessions = [(await self.status(name)).sessions for name in names]
-                    if sorted(sessions) == [0, frontends]:
-                        return names if sessions[0] else (names[1], names[0])
+                    chosen = {rendezvous(component, names) for component in self.directory.components}
+                    if chosen == {names[0]} and sessions == [frontends, 0]:
+                        return names
+                    if chosen == {names[1]} and sessions == [0, frontends]:
+                        return names[1], names[0]
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise AssertionError(f"{names} have {sessions} sessions, not all of {frontends} at one") from None
+            raise AssertionError(f"{names} have {sessions} sessions, not all of {frontends} at {chosen}") from None
 
     async def until_booked(self, name: str, count: int, patience_seconds: float = PATIENCE_SECONDS) -> set[int]:
         """Returns when a Scheduler counts so many bookings: all the counts that it had on the way."""
