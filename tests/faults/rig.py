@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import nats
 from kvrouter.core import local_hashes
 from kvrouter.devtools.system.servers import EtcdServer, NatsServer
 from kvrouter.mocker.adapter import MockEngine, publish_to
@@ -27,6 +26,8 @@ from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.engine.implementation import make_engines
 from kvrouter.mocker.engine.types import CachedBlock, CacheEvent, EngineRequest, pack_tokens
 from kvrouter.net.etcd import connect, watch_prefix
+from kvrouter.net.nats.client import TolerantClient
+from kvrouter.net.nats.connection import connect_nats
 from kvrouter.publisher.worker import Worker, WorkerConfig, running
 from kvrouter.runtime.contracts import Indexer
 from kvrouter.runtime.deadline import Deadline
@@ -37,7 +38,6 @@ from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import ComponentStats, DumpRequest, GetStatsRequest
 from kvrouter.v1.names import ComponentName, service_key
 from kvrouter.v1.registry_pb2 import ServiceRegistration
-from nats.aio.client import Client
 from xxhash import xxh3_64
 
 TREE = Path(__file__).parents[2]
@@ -335,11 +335,9 @@ class Rig:
                 node.serve()
             await asyncio.sleep(pause)
 
-    async def client(self) -> Client:
+    async def client(self) -> TolerantClient:
         """A connection to NATS of the test's own."""
-        client = await nats.connect(self.nats.url, max_reconnect_attempts=-1, reconnect_time_wait=0.1)
-        self.exits.push_async_callback(client.close)
-        return client
+        return await self.exits.enter_async_context(connect_nats(self.nats.url, "test"))
 
     async def endpoint_of(self, process: IndexerProcess) -> str:
         key = service_key(COMPONENT.namespace, "indexer", process.name)

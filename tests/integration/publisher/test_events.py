@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from kvrouter.core import PrefixIndex
 from kvrouter.devtools.system.servers import NatsServer
+from kvrouter.net.nats.connection import connect_nats
 from kvrouter.net.nats.event_stream import MAX_AGE_SECONDS, ensure_stream
 from kvrouter.publisher.worker import running
 from kvrouter.v1.common_pb2 import Transport
@@ -15,12 +16,12 @@ from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
 from kvrouter.v1.names import ComponentName
 from nats.js.api import StorageType, StreamConfig
 
-from .worker_harness import EchoEngine, config, event_ids, eventually, nats_client, store, stream_batches
+from .worker_harness import EchoEngine, config, event_ids, eventually, store, stream_batches
 
 
 async def test_events_arrive_in_order_with_rising_ids(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
     settings = config(namespace, etcd_endpoint, nats_url, ranks={0: 100, 1: 100})
-    async with running(settings, EchoEngine()) as worker, nats_client(nats_url) as client:
+    async with running(settings, EchoEngine()) as worker, connect_nats(nats_url, "test") as client:
         for number in range(1, 200):
             for rank in (0, 1):
                 store(worker.rank(rank), number, 1, parent=number - 1 if number > 1 else None)
@@ -42,7 +43,7 @@ async def test_events_arrive_in_order_with_rising_ids(namespace: str, etcd_endpo
 
 async def test_an_index_fed_with_the_batches_has_the_digest(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
     settings = config(namespace, etcd_endpoint, nats_url)
-    async with running(settings, EchoEngine()) as worker, nats_client(nats_url) as client:
+    async with running(settings, EchoEngine()) as worker, connect_nats(nats_url, "test") as client:
         rank = worker.rank()
         for number in range(1, 60):
             store(rank, number * 10, 5)
@@ -61,7 +62,7 @@ async def test_an_index_fed_with_the_batches_has_the_digest(namespace: str, etcd
 
 async def test_nothing_is_lost_while_nats_is_away(namespace: str, etcd_endpoint: str, own_nats: NatsServer) -> None:
     settings = config(namespace, etcd_endpoint, own_nats.url)
-    async with running(settings, EchoEngine()) as worker, nats_client(own_nats.url) as client:
+    async with running(settings, EchoEngine()) as worker, connect_nats(own_nats.url, "test") as client:
         rank = worker.rank()
         numbers = itertools.count(1)
         for turn in range(2):
@@ -86,7 +87,7 @@ async def test_nothing_is_lost_while_nats_is_away(namespace: str, etcd_endpoint:
 
 async def test_a_long_absence_shows_as_a_gap(namespace: str, etcd_endpoint: str, own_nats: NatsServer) -> None:
     settings = config(namespace, etcd_endpoint, own_nats.url, buffer_events=50)
-    async with running(settings, EchoEngine()) as worker, nats_client(own_nats.url) as client:
+    async with running(settings, EchoEngine()) as worker, connect_nats(own_nats.url, "test") as client:
         rank = worker.rank()
         store(rank, 1)
         await worker.flush()
@@ -117,13 +118,13 @@ async def test_a_worker_starts_before_nats(namespace: str, etcd_endpoint: str, o
         store(worker.rank(), 1)
         await own_nats.start()
         await worker.flush()
-        async with nats_client(own_nats.url) as client:
+        async with connect_nats(own_nats.url, "test") as client:
             assert event_ids(await stream_batches(client, settings.component)) == [0]
 
 
 async def test_a_stream_that_was_deleted_is_made_again(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
     settings = config(namespace, etcd_endpoint, nats_url)
-    async with running(settings, EchoEngine()) as worker, nats_client(nats_url) as client:
+    async with running(settings, EchoEngine()) as worker, connect_nats(nats_url, "test") as client:
         store(worker.rank(), 1)
         await worker.flush()
         await client.jetstream().delete_stream(settings.component.stream)
@@ -136,7 +137,7 @@ async def test_a_missing_stream_is_made_although_somebody_subscribes_to_its_subj
     namespace: str, etcd_endpoint: str, nats_url: str
 ) -> None:
     settings = config(namespace, etcd_endpoint, nats_url)
-    async with nats_client(nats_url) as client:
+    async with connect_nats(nats_url, "test") as client:
         # Messages without a stream have a receiver now, so the server does not say that none stored them.
         await client.subscribe(settings.component.events_wildcard)
         await client.flush()
@@ -148,7 +149,7 @@ async def test_a_missing_stream_is_made_although_somebody_subscribes_to_its_subj
 
 async def test_an_idle_worker_is_heard(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
     settings = config(namespace, etcd_endpoint, nats_url, heartbeat_seconds=0.05)
-    async with running(settings, EchoEngine()) as worker, nats_client(nats_url) as client:
+    async with running(settings, EchoEngine()) as worker, connect_nats(nats_url, "test") as client:
 
         async def heard() -> bool:
             return len(await stream_batches(client, settings.component)) >= 3
@@ -166,7 +167,7 @@ async def test_core_nats_events_travel_without_a_stream(namespace: str, etcd_end
     settings = config(
         namespace, etcd_endpoint, nats_url, transport=Transport.TRANSPORT_CORE_NATS, heartbeat_seconds=0.05
     )
-    async with nats_client(nats_url) as client:
+    async with connect_nats(nats_url, "test") as client:
         live = await client.subscribe(settings.component.live_wildcard)
         await client.flush()
         async with running(settings, EchoEngine()) as worker:
@@ -183,7 +184,7 @@ async def test_core_nats_events_travel_without_a_stream(namespace: str, etcd_end
 
 async def test_load_is_reported(namespace: str, etcd_endpoint: str, nats_url: str) -> None:
     settings = config(namespace, etcd_endpoint, nats_url, load_report_seconds=0.05)
-    async with nats_client(nats_url) as client:
+    async with connect_nats(nats_url, "test") as client:
         reports = await client.subscribe(settings.component.load_wildcard)
         await client.flush()
         async with running(settings, EchoEngine()) as worker:
@@ -207,7 +208,7 @@ async def test_an_unchanged_load_is_not_reported_again(namespace: str, etcd_endp
         return {0: LoadReport(running_requests=running_requests)}
 
     engine.load = load  # type: ignore[method-assign]
-    async with nats_client(nats_url) as client:
+    async with connect_nats(nats_url, "test") as client:
         reports = await client.subscribe(settings.component.load_wildcard)
         await client.flush()
         async with running(settings, engine):
@@ -223,7 +224,7 @@ async def test_an_unchanged_load_is_not_reported_again(namespace: str, etcd_endp
 
 async def test_many_may_create_a_stream_at_once(namespace: str, nats_url: str) -> None:
     component = ComponentName(namespace, "pool")
-    async with nats_client(nats_url) as client:
+    async with connect_nats(nats_url, "test") as client:
         js = client.jetstream()
         infos = await asyncio.gather(*(ensure_stream(js, component, max_bytes=(20 << 20) + i) for i in range(10)))
         assert len({(info.created, info.config.max_bytes) for info in infos}) == 1
@@ -234,7 +235,7 @@ async def test_many_may_create_a_stream_at_once(namespace: str, nats_url: str) -
 
 async def test_a_stream_of_the_operators_making_is_left_alone(namespace: str, nats_url: str) -> None:
     component = ComponentName(namespace, "pool")
-    async with nats_client(nats_url) as client:
+    async with connect_nats(nats_url, "test") as client:
         js = client.jetstream()
         await js.add_stream(
             StreamConfig(

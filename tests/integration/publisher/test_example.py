@@ -13,12 +13,13 @@ from pathlib import Path
 import grpc
 from kvrouter.devtools.conformance.options import CheckOptions
 from kvrouter.devtools.conformance.suite import run_checks
+from kvrouter.net.nats.connection import connect_nats
 from kvrouter.publisher.worker_server import SERVICE
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
 from kvrouter.v1.worker_pb2_grpc import WorkerServiceStub
 
-from .worker_harness import event_ids, eventually, nats_client, stream_batches
+from .worker_harness import event_ids, eventually, stream_batches
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 EXAMPLE = EXAMPLES / "custom_engine.py"
@@ -68,7 +69,7 @@ async def test_the_example_serves_reports_and_stops(namespace: str, etcd_endpoin
                 assert [token for output in outputs for token in output.token_ids] == [0, 1, 2]
                 cached.append(outputs[0].cached_tokens)
             assert cached == [0, 32]
-        async with nats_client(nats_url) as client:
+        async with connect_nats(nats_url, "test") as client:
 
             async def reported() -> bool:
                 return event_ids(await stream_batches(client, component)) == [0]
@@ -92,7 +93,7 @@ async def test_the_small_engine_serves_and_reports(namespace: str, etcd_endpoint
     async with (
         example("small_engine.py", *arguments, says=r"serves 'small' at (\S+)") as said,
         grpc.aio.insecure_channel(said[1]) as channel,
-        nats_client(nats_url) as client,
+        connect_nats(nats_url, "test") as client,
     ):
         generate = WorkerServiceStub(channel).Generate
         request = WorkerServiceGenerateRequest(
@@ -116,6 +117,6 @@ async def test_the_publishing_example_publishes(namespace: str, etcd_endpoint: s
     arguments = (str(component), etcd_endpoint, nats_url)
     async with (
         example("publish_only.py", *arguments, says="publishes 1 block"),
-        nats_client(nats_url) as client,
+        connect_nats(nats_url, "test") as client,
     ):
         assert event_ids(await stream_batches(client, component)) == [0, 1]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import nats
 from kvrouter.publisher.publishing.rank_publisher import RankPublisher
 from kvrouter.publisher.worker import WorkerConfig
 from kvrouter.v1.events_pb2 import KvEventBatch, LoadReport
@@ -77,15 +75,6 @@ async def eventually(condition: Callable[[], Awaitable[bool]] | Callable[[], boo
             if held if isinstance(held, bool) else await held:
                 return
             await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def nats_client(url: str) -> AsyncIterator[Client]:
-    client = await nats.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=1)
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 async def stream_batches(client: Client, component: ComponentName) -> list[KvEventBatch]:

@@ -6,8 +6,8 @@ from functools import partial
 from random import Random
 from typing import Any, cast
 
-import nats
 from kvrouter.devtools.system.servers import NatsServer
+from kvrouter.net.nats.connection import connect_nats
 from kvrouter.v1.common_pb2 import BookingKey, Component, RoutingConstraints, Stage
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
@@ -67,7 +67,7 @@ async def test_a_retried_selection_has_its_first_outcome_at_another_scheduler(
 
 
 async def test_a_scheduler_does_not_receive_its_own_events(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
-    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, connect_nats(nats_url, "test") as client:
         events = await client.subscribe(stacks[0].component.sync_subject)
         await client.flush()
         for number in range(5):
@@ -198,7 +198,7 @@ async def test_drift_is_detected_by_digest_and_repaired(nats_url: str, etcd_endp
         )
         forged.add_request.CopyFrom(AddRequest(booking=BookingKey(request_id="ghost"), prompt_tokens=1))
         forged.add_request.rank.worker_id = 1
-        async with await nats.connect(nats_url) as client:
+        async with connect_nats(nats_url, "test") as client:
             await client.publish(stacks[0].component.sync_subject, forged.SerializeToString())
         await eventually(stacks[1].booked, lambda count: count == 4)
         await stacks[0].scheduler.free(FreeRequest(booking=BookingKey(request_id="r2")), deadline=soon())
@@ -211,7 +211,7 @@ async def test_drift_is_detected_by_digest_and_repaired(nats_url: str, etcd_endp
 async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
     nats_url: str, etcd_endpoint: str, namespace: str
 ) -> None:
-    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, connect_nats(nats_url, "test") as client:
         first = stacks[0]
         subject = first.component.sync_subject
 
@@ -252,7 +252,7 @@ async def test_messages_that_make_no_sense_are_counted_and_change_nothing(
 
 
 async def test_a_forged_incarnation_silences_no_scheduler(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
-    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, connect_nats(nats_url, "test") as client:
         await stacks[0].select(selecting("before", routing(4)))
         before = await agreed(stacks)
         incarnation = next(incarnation for name, incarnation in before if name == "s0")
@@ -269,7 +269,7 @@ async def test_a_forged_incarnation_silences_no_scheduler(nats_url: str, etcd_en
 
 
 async def test_a_stranger_far_ahead_stops_nobody(nats_url: str, etcd_endpoint: str, namespace: str) -> None:
-    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, await nats.connect(nats_url) as client:
+    async with replicas(2, namespace, etcd_endpoint, nats_url) as stacks, connect_nats(nats_url, "test") as client:
         ahead = ReplicaSyncEvent(scheduler_id="ghost", incarnation=5, sequence=1 << 60, component=stacks[0].named)
         await client.publish(stacks[0].component.sync_subject, ahead.SerializeToString())
         await reaches(lambda: figure(stacks[0], "sync_repairs_total", outcome="failed"), 1)
