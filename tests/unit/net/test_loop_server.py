@@ -328,7 +328,7 @@ async def test_only_answers_count_as_answers_that_the_client_does_not_read() -> 
         await begun[0].write(b"token")
 
     def ping() -> None:
-        calls.earn(4)  # It does not flood.
+        calls.flood.earn(4)  # It does not flood.
         calls.receive(frame(Kind.PING, bytes(8)))
 
     for _ in range(3_000):

@@ -25,6 +25,7 @@ class GrpcConnection(Endpoint):
         super().__init__()
         self._call = call
         call.on_message = self._receive_first
+        call.wake = self.wake
         self.on_going_away: Callable[[], None] = _ignore
         """Called when ``going_away`` becomes true."""
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -195,8 +196,6 @@ class GrpcConnection(Endpoint):
         if call.going_away and not self._reported_going_away:
             self._reported_going_away = True
             self.on_going_away()
-        if call.waiting:
-            self.wake()
 
     def _receive_first(self, message: bytes) -> None:
         if self._first.done():
@@ -215,7 +214,9 @@ class GrpcConnection(Endpoint):
             while not self._writing_paused:
                 if not call.blocked and (message := self._next_message()) is not None:
                     call.send(message)
-                if not (call.waiting and (data := call.take())):
+                elif not call.waiting:
+                    return
+                if not (data := call.take()):
                     return
                 transport.write(data)
         except Exception as error:

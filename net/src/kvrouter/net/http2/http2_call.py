@@ -24,19 +24,19 @@ from kvrouter.net.http2.frames import (
     window_update,
 )
 from kvrouter.net.http2.side import (
+    CONNECTION_WINDOW_BYTES,
     ITEMS_OF_SENT_FRAME,
     MAX_HEADER_BYTES,
     Http2Side,
     Http2Violation,
     MessageReader,
+    UnexpectedData,
     prefix,
     widened,
 )
 
 _STREAM: Final = 1
 """Number of the only stream."""
-_WINDOW_BYTES: Final = 4 << 20
-"""Bytes the server may send ahead of the reader. They are read at once, so this covers the way between the two."""
 _ITEMS_OF_MESSAGE: Final = 2
 """A message, sent alone, comes in a read and a frame."""
 _MAX_DETAILS: Final = 512
@@ -101,11 +101,11 @@ class Http2Call(Http2Side):
             settings(
                 {
                     Setting.ENABLE_PUSH: 0,
-                    Setting.INITIAL_WINDOW_SIZE: _WINDOW_BYTES,
+                    Setting.INITIAL_WINDOW_SIZE: CONNECTION_WINDOW_BYTES,
                     Setting.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
                 }
             ),
-            window_update(0, _WINDOW_BYTES - INITIAL_WINDOW_BYTES),
+            window_update(0, CONNECTION_WINDOW_BYTES - INITIAL_WINDOW_BYTES),
             frame(
                 Kind.HEADERS,
                 _encode_headers(path, authority, scheme, metadata),
@@ -134,12 +134,12 @@ class Http2Call(Http2Side):
 
     def take(self) -> bytes:
         """Returns the bytes to write now, and forgets them."""
-        chunks: list[bytes | memoryview] = [*self._taken()]
+        chunks, self._replies, self._answer_bytes = self._replies, [], 0
         head, body, most = self._unsent_prefix, self._unsent, self._max_frame
         left = size = max(0, min(len(head) + len(body), self._window, self._connection_window))
         self._window -= size
         self._connection_window -= size
-        self._flood.earn(ITEMS_OF_SENT_FRAME * -(-size // most))
+        self.flood.earn(ITEMS_OF_SENT_FRAME * -(-size // most))
         while left:
             size = min(left, most)
             left -= size
@@ -151,30 +151,22 @@ class Http2Call(Http2Side):
         self.blocked = bool(head or body)
         return b"".join(chunks)
 
-    def receive(self, data: bytes) -> None:
-        """Processes bytes of the server.
+    def _end(self, code: grpc.StatusCode, details: str) -> None:
+        self.ended = (code, details)
+        self.is_over = True
 
-        Raises:
-            Http2Violation: the server broke a rule, or floods the client.
-        """
-        super().receive(data)
-        if self._consumed > _WINDOW_BYTES // 2:
-            self._replies += (window_update(0, self._consumed), window_update(_STREAM, self._consumed))
-            self._consumed = 0
+    def _allow(self, more: int) -> None:
+        self._replies += (window_update(0, more), window_update(_STREAM, more))
 
-    def _is_over(self) -> bool:
-        return self.ended is not None
-
-    def _takes_data(self, stream: int) -> bool:
-        return stream == _STREAM and bool(self._status)
-
-    def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> None:  # noqa: ARG002 - the only stream
+    def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> None:  # noqa: ARG002 - all of it
+        if stream != _STREAM or not self._status:
+            raise UnexpectedData(stream)
         self._messages.take(payload, self._deliver)
         if flags & END_STREAM:
-            self.ended = (grpc.StatusCode.UNKNOWN, "the server ended the call without a status")
+            self._end(grpc.StatusCode.UNKNOWN, "the server ended the call without a status")
 
     def _deliver(self, message: bytes) -> None:
-        self._flood.earn(_ITEMS_OF_MESSAGE)
+        self.flood.earn(_ITEMS_OF_MESSAGE)
         self.on_message(message)
 
     def _check_opening(self, stream: int) -> None:
@@ -192,9 +184,9 @@ class Http2Call(Http2Side):
             raise Http2Violation("expected headers that end the call, received further ones")
         if self._status != "200" and b"grpc-status" not in headers:
             code = _HTTP_CODES.get(self._status, grpc.StatusCode.UNKNOWN)
-            self.ended = (code, f"expected the HTTP status 200, received {self._status}")
+            self._end(code, f"expected the HTTP status 200, received {self._status}")
         elif last:
-            self.ended = _status_of(headers)
+            self._end(*_status_of(headers))
 
     def _widen_stream(self, stream: int, more: int) -> None:
         if stream == _STREAM:
@@ -203,11 +195,15 @@ class Http2Call(Http2Side):
     def _widen(self, more: int) -> None:
         self._window = widened(self._window, more)
 
+    def _send_waiting(self) -> None:
+        if self.blocked:
+            self.wake()
+
     def _take_reset(self, stream: int, code: int) -> None:
         if stream == _STREAM:
             self.never_processed = code == ErrorCode.REFUSED_STREAM and not self._status
             status = _RESET_CODES.get(code, grpc.StatusCode.INTERNAL)
-            self.ended = (status, f"the server reset the call (error {code})")
+            self._end(status, f"the server reset the call (error {code})")
 
     def _take_goaway(self, payload: bytes) -> None:
         if len(payload) < _GOAWAY_BYTES:
@@ -220,7 +216,7 @@ class Http2Call(Http2Side):
             self.never_processed = not self._status
             code, details = int.from_bytes(payload[4:8], "big"), payload[8:].decode("utf-8", "replace")
             reason = f"the server takes no calls (error {code}) {details}".rstrip()
-            self.ended = (grpc.StatusCode.UNAVAILABLE, reason[:_MAX_DETAILS])
+            self._end(grpc.StatusCode.UNAVAILABLE, reason[:_MAX_DETAILS])
 
 
 def _ignore(_message: bytes) -> None:

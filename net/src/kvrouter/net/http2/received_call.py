@@ -211,15 +211,21 @@ class ReceivedCall:
         self._allow()
         self.wake()
 
+    def stop(self) -> None:
+        """Drops all further messages, of the client and of ``next_message``."""
+        self._on_message, self._on_half_closed, self._next_message = _drop, _ignore, _nothing
+
     def wake(self) -> None:
         """Sends the messages of ``next_message`` with the connection's next write."""
-        self.connection.pull(self)
+        self.connection.pulling[self] = None
+        self.connection.wake()
 
     def pull(self) -> None:
         """Sends messages while there is room."""
         while not (self.unsent or self.is_over) and (message := self._next_message()) is not None:
             self.unsent = prefixed(message)
-            self._begin()
+            if not self._has_begun:
+                self._begin()
             self.connection.send(self)
 
     async def requests(self) -> AsyncIterator[Any]:
@@ -234,8 +240,10 @@ class ReceivedCall:
             return
         # What a cancelled write has left goes first.
         self.unsent = bytes(self.unsent) + prefixed(encoded) if self.unsent else prefixed(encoded)
-        self._begin()
+        if not self._has_begun:
+            self._begin()
         self.connection.send(self)
+        self.connection.wake()
         while self.unsent and not self.is_over:
             self._room = self.connection.loop.create_future()
             try:
@@ -315,7 +323,8 @@ class ReceivedCall:
             refused = violation
         if self.is_over:
             return  # A message could not be decompressed.
-        self._count(len(reader.begun) - begun_bytes)
+        if len(reader.begun) != begun_bytes:
+            self._count(len(reader.begun) - begun_bytes)
         if refused is not None:
             is_long = isinstance(refused, MessageTooLong)
             code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_long else grpc.StatusCode.UNIMPLEMENTED
@@ -364,7 +373,8 @@ class ReceivedCall:
             self._room.set_result(None)
 
     def _queue(self, message: bytes) -> None:
-        self.connection.earn(_ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items)
+        items = _ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items
+        self.connection.flood.earn(items)
         self._has_message = True
         if self._on_message is not None:
             self._deliver(message, self._on_message)
@@ -382,12 +392,15 @@ class ReceivedCall:
             self._unallowed = 0
 
     def _begin(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            self.connection.append(frame(Kind.HEADERS, _BEGINNING, flags=END_HEADERS, stream=self.number))
+        self._has_begun = True
+        self.connection.append(frame(Kind.HEADERS, _BEGINNING, flags=END_HEADERS, stream=self.number))
 
 
 _OK: Final = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple("grpc-status", "0")])
+
+
+def _drop(_message: bytes) -> None:
+    pass
 
 
 def _ignore() -> None:

@@ -8,6 +8,7 @@ from typing import Final
 
 from kvrouter.net.http2.frames import (
     END_STREAM,
+    HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
     PREFACE,
     ErrorCode,
@@ -20,9 +21,16 @@ from kvrouter.net.http2.frames import (
 )
 from kvrouter.net.http2.options import CONNECTION_CALLS
 from kvrouter.net.http2.received_call import WINDOW_BYTES, Received, ReceivedCall
-from kvrouter.net.http2.side import ITEMS_OF_SENT_FRAME, MAX_HEADER_BYTES, Http2Side, Http2Violation, widened
+from kvrouter.net.http2.side import (
+    CONNECTION_WINDOW_BYTES,
+    ITEMS_OF_SENT_FRAME,
+    MAX_HEADER_BYTES,
+    Http2Side,
+    Http2Violation,
+    UnexpectedData,
+    widened,
+)
 
-_CONNECTION_WINDOW_BYTES: Final = 4 << 20
 _MAX_UNWRITTEN_BYTES: Final = 256 << 10
 """Output ready for the socket beyond which calls wait with theirs."""
 _MAX_STATUS_BYTES: Final = 4 << 20
@@ -53,21 +61,16 @@ class ReceivedCalls(Http2Side):
         """Calls without a credential it may still make, and when they were computed."""
         self.received = received
         self.has_begun = False
-        """Whether the client has shown that it speaks HTTP/2."""
         self.calls: dict[int, ReceivedCall] = {}
         """The running calls."""
-        self.wake: Callable[[], None] = lambda: None
-        """Called when ``take`` may return bytes."""
         self.end: Callable[[Exception], None] = lambda _error: None
         """Ends the connection with an error."""
-        self.is_over = False
-        """Whether the connection has ended."""
         self._begin = begin
         self._last = 0
         self._is_draining = False
         self._waiting: dict[ReceivedCall, None] = {}
-        self._pulling: dict[ReceivedCall, None] = {}
-        """Calls whose next messages are to be taken."""
+        self.pulling: dict[ReceivedCall, None] = {}
+        """Calls whose next messages are taken with the next bytes to write."""
         self._unwritten = 0
         self._replies += (
             settings(
@@ -77,38 +80,29 @@ class ReceivedCalls(Http2Side):
                     Setting.MAX_HEADER_LIST_SIZE: MAX_HEADER_BYTES,
                 }
             ),
-            window_update(0, _CONNECTION_WINDOW_BYTES - INITIAL_WINDOW_BYTES),
+            window_update(0, CONNECTION_WINDOW_BYTES - INITIAL_WINDOW_BYTES),
         )
 
-    def receive(self, data: bytes) -> None:
-        """Processes bytes of the client.
+    def _take_preface(self, data: bytes) -> bytes:
+        begun = self._unread + data
+        if not begun.startswith(PREFACE[: len(begun)]):
+            raise Http2Violation("expected the beginning of HTTP/2, received other bytes")
+        self.has_begun = len(begun) >= len(PREFACE)
+        self._unread = b"" if self.has_begun else begun
+        return begun[len(PREFACE) :]
 
-        Raises:
-            Http2Violation: the client broke a rule, or floods the server.
-        """
-        if not self.has_begun:
-            begun = self._unread + data
-            if not begun.startswith(PREFACE[: len(begun)]):
-                raise Http2Violation("expected the beginning of HTTP/2, received other bytes")
-            if len(begun) < len(PREFACE):
-                self._unread = begun
-                return
-            self.has_begun, self._unread, data = True, b"", begun[len(PREFACE) :]
-        super().receive(data)
-        if self._consumed > _CONNECTION_WINDOW_BYTES // 2:
-            self.append(window_update(0, self._consumed))
-            self._consumed = 0
-        if self._replies:
-            self.wake()
+    def _allow(self, more: int) -> None:
+        self.append(window_update(0, more))
 
     def take(self) -> bytes:
         """Returns the bytes to write now, and forgets them."""
-        pulling, self._pulling = self._pulling, {}
+        pulling, self.pulling = self.pulling, {}
         for call in pulling:
             call.pull()
         if not self._replies:
             return b""
-        taken, self._unwritten = b"".join(self._taken()), 0
+        taken, self._replies = b"".join(self._replies), []
+        self._answer_bytes = self._unwritten = 0
         if self._waiting:
             self._send_waiting()
         return taken
@@ -131,19 +125,11 @@ class ReceivedCalls(Http2Side):
                 return
             call.window -= size
             self._connection_window -= size
-            self._flood.earn(ITEMS_OF_SENT_FRAME)
-            self.append(frame_header(size, Kind.DATA, 0, call.number) + data[start : start + size])
+            self.flood.earn(ITEMS_OF_SENT_FRAME)
+            self._replies += (frame_header(size, Kind.DATA, 0, call.number), data[start : start + size])
+            self._unwritten += HEADER_BYTES + size
             start += size
         call.unsent = b""
-
-    def pull(self, call: ReceivedCall) -> None:
-        """Takes the next messages of a call with the next bytes to write."""
-        self._pulling[call] = None
-        self.wake()
-
-    def earn(self, items: int) -> None:
-        """Restores a part of the budget of frames without a message."""
-        self._flood.earn(items)
 
     def drain(self) -> None:
         """Refuses new calls, and says so."""
@@ -162,17 +148,15 @@ class ReceivedCalls(Http2Side):
             self.send(call)
             if not call.unsent:
                 call.written()
-
-    def _is_over(self) -> bool:
-        return self.is_over
-
-    def _takes_data(self, stream: int) -> bool:
-        return stream <= self._last and bool(stream & 1)
+        if waiting:
+            self.wake()
 
     def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> None:
         call = self.calls.get(stream)
         if call is not None:
             call.take(payload, length, ends=bool(flags & END_STREAM))
+        elif stream > self._last or not stream & 1:
+            raise UnexpectedData(stream)
 
     def _check_opening(self, stream: int) -> None:
         if not stream & 1 or (stream <= self._last and stream not in self.calls):
@@ -195,11 +179,6 @@ class ReceivedCalls(Http2Side):
         if ends:
             call.take(b"", 0, ends=True)
 
-    def _take_window(self, stream: int, more: int) -> None:
-        super()._take_window(stream, more)
-        if self._waiting:
-            self._send_waiting()
-
     def _widen_stream(self, stream: int, more: int) -> None:
         if (call := self.calls.get(stream)) is not None:
             call.window = widened(call.window, more)
@@ -207,8 +186,6 @@ class ReceivedCalls(Http2Side):
     def _widen(self, more: int) -> None:
         for call in self.calls.values():
             call.window = widened(call.window, more)
-        if self._waiting:
-            self._send_waiting()
 
     def _take_reset(self, stream: int, code: int) -> None:  # noqa: ARG002 - whatever the reason
         if (call := self.calls.get(stream)) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 import hpack
@@ -30,6 +31,8 @@ from kvrouter.net.http2.frames import (
     read_settings,
 )
 
+CONNECTION_WINDOW_BYTES: Final = 4 << 20
+"""Bytes a peer may send ahead of the reader, who reads them at once: they are under way between the two."""
 MAX_HEADER_BYTES: Final = 16 << 10
 """Size of a header block, encoded and decoded, as gRPC limits it."""
 _MOST_KNOWN_BLOCKS: Final = 8
@@ -75,10 +78,19 @@ class Flood(Http2Violation):
 
     reason = "flood"
 
+    def __init__(self, cause: str = "the peer sends many frames that carry no message") -> None:
+        super().__init__(cause)
 
-def prefix(length: int) -> bytes:
-    """Returns the bytes before a gRPC message of a length."""
-    return _PREFIX.pack(0, length)
+
+class UnexpectedData(Http2Violation):
+    """The peer sent data on a stream on which it may not."""
+
+    def __init__(self, stream: int) -> None:
+        super().__init__(f"received data on stream {stream}, where none was expected")
+
+
+prefix: Final[Callable[[int], bytes]] = partial(_PREFIX.pack, 0)
+"""Returns the bytes before a gRPC message of a length."""
 
 
 def prefixed(message: bytes) -> bytes:
@@ -110,32 +122,40 @@ class MessageReader:
             Http2Violation: a message is compressed, or too long.
         """
         begun = self.begun
-        if not begun and len(payload) >= _PREFIX_BYTES and self._size(payload) == len(payload):
-            message = payload[_PREFIX_BYTES:]
-            deliver(Compressed(message) if payload[0] else message)
-            return
-        begun += payload
-        while len(begun) >= _PREFIX_BYTES and len(begun) >= (size := self._size(begun)):
-            with memoryview(begun) as view:
-                message = (Compressed if begun[0] else bytes)(view[_PREFIX_BYTES:size])
-            del begun[:size]
+        if begun:
+            begun += payload
+        data, position = begun or payload, 0
+        while len(data) - position >= _PREFIX_BYTES:
+            compressed, length = _PREFIX.unpack_from(data, position)
+            if compressed and not self._may_compress:
+                raise Http2Violation("received a compressed message in a call without a known compression")
+            if length > self.max_bytes:
+                raise MessageTooLong(f"expected messages of at most {self.max_bytes} bytes, received {length}")
+            start = position + _PREFIX_BYTES
+            if start + length > len(data):
+                break
+            position = start + length
+            with memoryview(data) as view:
+                message = (Compressed if compressed else bytes)(view[start:position])
             deliver(message)
-
-    def _size(self, data: bytes | bytearray) -> int:
-        """Returns the size of a message with its prefix."""
-        compressed, length = _PREFIX.unpack_from(data)
-        if compressed and not self._may_compress:
-            raise Http2Violation("received a compressed message in a call without a known compression")
-        if length > self.max_bytes:
-            raise MessageTooLong(f"expected messages of at most {self.max_bytes} bytes, received {length}")
-        return int(length) + _PREFIX_BYTES
+        if begun:
+            del begun[:position]
+        else:
+            begun += payload[position:]
 
 
 class Http2Side(ABC):
     """The frames of a connection, and its flow control. Subclasses know its calls."""
 
     def __init__(self) -> None:
-        self._flood = FloodBudget(_FLOOD_ITEMS, _FLOOD_SECONDS)
+        self.flood = FloodBudget(_FLOOD_ITEMS, _FLOOD_SECONDS)
+        """Frames without a message the peer may still send."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called when there may be bytes to write."""
+        self.has_begun = True
+        """Whether the peer has shown that it speaks HTTP/2."""
+        self.is_over = False
+        """Whether further frames are ignored."""
         self._decoder = hpack.Decoder(max_header_list_size=MAX_HEADER_BYTES)
         self._unread = b""
         """The first part of a frame."""
@@ -153,7 +173,7 @@ class Http2Side(ABC):
         self._connection_window = INITIAL_WINDOW_BYTES
         self._consumed = 0
         """Bytes read since the peer was last allowed more on the connection."""
-        self._replies: list[bytes] = []
+        self._replies: list[bytes | memoryview] = []
         """Frames to write."""
         self._answer_bytes = 0
         """Size of the answers to settings and pings among them."""
@@ -168,11 +188,13 @@ class Http2Side(ABC):
         Raises:
             Http2Violation: the peer broke a rule, or floods.
         """
-        if len(data) < _LEAST_USEFUL_BYTES:
-            self._spend(1)
+        if not self.has_begun and not (data := self._take_preface(data)):
+            return
+        if len(data) < _LEAST_USEFUL_BYTES and not self.flood.spend():
+            raise Flood
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
-        while end - position >= HEADER_BYTES and not self._is_over():
+        while end - position >= HEADER_BYTES and not self.is_over:
             length, kind, flags, stream = read_frame_header(buffer, position)
             if length > LEAST_MAX_FRAME_BYTES:
                 raise Http2Violation(f"expected frames of at most {LEAST_MAX_FRAME_BYTES} bytes, received {length}")
@@ -183,38 +205,38 @@ class Http2Side(ABC):
                 break
             if kind == Kind.DATA:
                 payload = buffer[start:position]
-                if self._headers is not None or not self._takes_data(stream):
-                    raise Http2Violation(f"received data on stream {stream}, where none was expected")
+                if self._headers is not None:
+                    raise UnexpectedData(stream)
                 self._consumed += length
                 if flags & PADDED:
                     payload = _unpadded(payload)
-                if len(payload) < _LEAST_USEFUL_BYTES:
-                    self._spend(1)
+                if len(payload) < _LEAST_USEFUL_BYTES and not self.flood.spend():
+                    raise Flood
                 self._take_data(stream, flags, payload, length)
             elif kind == Kind.WINDOW_UPDATE and length == _SIZES[kind] and self._headers is None:
                 # A peer sends several for each short message.
-                self._spend(1)
+                if not self.flood.spend():
+                    raise Flood
                 self._take_window(stream, int.from_bytes(buffer[start:position], "big") & MAX_31_BITS)
             else:
                 self._take_frame(kind, stream, flags, buffer[start:position])
         self._unread = buffer[position:]
+        if self._consumed > CONNECTION_WINDOW_BYTES // 2:
+            self._allow(self._consumed)
+            self._consumed = 0
+            self.wake()
 
-    def _taken(self) -> list[bytes]:
-        """Returns the frames to write, and forgets them."""
-        taken, self._replies, self._answer_bytes = self._replies, [], 0
-        return taken
+    def _take_preface(self, data: bytes) -> bytes:
+        """Takes the bytes before the first frame, and returns what follows them."""
+        return data
 
     @abstractmethod
-    def _is_over(self) -> bool:
-        """Returns whether further frames are ignored."""
-
-    @abstractmethod
-    def _takes_data(self, stream: int) -> bool:
-        """Returns whether the peer may send data on a stream."""
+    def _allow(self, more: int) -> None:
+        """Allows the peer to send more bytes on the connection."""
 
     @abstractmethod
     def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> None:
-        """Takes data of a call; ``length`` is its size with padding."""
+        """Takes data of a call; ``length`` is its size with padding. Raises UnexpectedData if it may not come."""
 
     @abstractmethod
     def _check_opening(self, stream: int) -> None:
@@ -233,6 +255,10 @@ class Http2Side(ABC):
         """Adds a change of the initial window to the windows of all streams."""
 
     @abstractmethod
+    def _send_waiting(self) -> None:
+        """Sends what waited for a window that is wider now."""
+
+    @abstractmethod
     def _take_reset(self, stream: int, code: int) -> None:
         """Takes the end of a stream by the peer."""
 
@@ -248,10 +274,7 @@ class Http2Side(ABC):
             self._connection_window = widened(self._connection_window, more)
         else:
             self._widen_stream(stream, more)
-
-    def _spend(self, items: int) -> None:
-        if not self._flood.spend(items):
-            raise Flood("the peer sends many frames that carry no message")
+        self._send_waiting()
 
     def _take_frame(self, kind: int, stream: int, flags: int, payload: bytes) -> None:
         if self._headers is not None and kind != Kind.CONTINUATION:
@@ -261,7 +284,8 @@ class Http2Side(ABC):
         if kind in _SIZES and len(payload) != _SIZES[kind]:
             raise Http2Violation(f"expected {_SIZES[kind]} bytes in a frame of kind {kind}, received {len(payload)}")
         in_headers = kind in {Kind.HEADERS, Kind.CONTINUATION}
-        self._spend(1 + len(payload) // (_HEADER_ITEM_BYTES if in_headers else _FRAME_ITEM_BYTES))
+        if not self.flood.spend(1 + len(payload) // (_HEADER_ITEM_BYTES if in_headers else _FRAME_ITEM_BYTES)):
+            raise Flood
         try:
             match kind:
                 case Kind.HEADERS:
@@ -289,6 +313,7 @@ class Http2Side(ABC):
         self._answer_bytes += len(reply)
         if self._answer_bytes > _MAX_REPLY_BYTES:
             raise Http2Violation("the peer sends settings or pings, and does not read their answers")
+        self.wake()
 
     def _begin_headers(self, stream: int, flags: int, payload: bytes) -> None:
         self._check_opening(stream)
@@ -343,6 +368,7 @@ class Http2Side(ABC):
                     raise Http2Violation(f"received an initial window of {value} bytes, which is too large")
                 self._widen(value - self._initial_window)
                 self._initial_window = value
+                self._send_waiting()
             elif setting == Setting.MAX_FRAME_SIZE:
                 if not LEAST_MAX_FRAME_BYTES <= value <= MOST_MAX_FRAME_BYTES:
                     raise Http2Violation(f"received a maximum frame size of {value} bytes, which is not possible")
