@@ -120,12 +120,12 @@ class FreezableStreams(CallStreamServer):
 
     def freeze(self) -> None:
         for connection in self._connections:
-            connection.stream.next_message = lambda: None  # type: ignore[method-assign]
+            connection._context._next_message = lambda: None
 
     def thaw(self) -> None:
         for connection in self._connections:
-            connection.stream.__dict__.pop("next_message", None)
-            connection.stream._wake()
+            connection._context._next_message = connection.stream.next_message
+            connection._context.wake()
 
 
 class HostileWorker:

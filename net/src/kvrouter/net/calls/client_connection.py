@@ -127,7 +127,8 @@ class ClientConnection:
         """
         self._changed = changed
         self._connection.on_going_away = self._retire
-        self._connection.start(self._receive, self._next_message)
+        self.stream.on_unused = self._end_when_idle
+        self._connection.start(self._receive, self.stream.next_message)
         if self._connection.going_away:
             self._retire()
         watching = asyncio.create_task(self._end_when_silent(timeout_seconds), name="call-stream-heartbeats")
@@ -164,12 +165,6 @@ class ClientConnection:
         if stream.draining:
             self._changed()
             self._end_when_idle()
-
-    def _next_message(self) -> bytes | None:
-        message = self.stream.next_message()
-        if message is None and self.stream.draining:
-            self._end_when_idle()
-        return message
 
     def _retire(self) -> None:
         self.stream.retire()

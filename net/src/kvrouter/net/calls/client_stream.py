@@ -95,6 +95,8 @@ class ClientStream:
         """Whether the server has said which is the last call it runs."""
         self._limits = limits
         self._wake = wake
+        self.on_unused: Callable[[], None] = lambda: None
+        """Called when nothing waits to be sent on a stream that takes no new calls."""
         self._methods = {name: index for index, name in enumerate(hello.methods)}
         self._message_bytes = min(limits.message_bytes, hello.max_message_bytes)
         self._max_calls, self._max_request_bytes = hello.max_calls, hello.max_request_bytes
@@ -196,6 +198,8 @@ class ClientStream:
         """Returns the next message to write: all waiting items with room. None if nothing does."""
         self._in_latest_message = []
         if not (self._ping or self._cancelled or self._urgent or self._short or self._long):
+            if self.draining:
+                self.on_unused()
             return None
         message = OpenCallStreamRequest()
         room = self._message_bytes - ITEM_BYTES
@@ -246,7 +250,7 @@ class ClientStream:
         if numbers or whole:
             self._receive_whole(numbers[:], whole[:])
         for item in message.responses:
-            call = self._running(item.number)
+            call = self._calls.get(item.number) or self._running(item.number)
             try:
                 self._take(call, item.kind, item)
             except ProtocolViolation:
@@ -378,13 +382,10 @@ class ClientStream:
             self._take_part(call, item.response)
             return
         response = item.response
-        if kind in {_LAST, 0}:
-            parts = self._forget_parts(call)
-            if parts is not None:
-                response = b"".join((*parts.parts, response))
-        elif kind in {_FAILED, _ENDED}:
-            self._forget_parts(call)
-        else:
+        parts = self._forget_parts(call) if self._parts else None
+        if parts is not None:
+            response = b"".join((*parts.parts, response))
+        if kind not in {_LAST, 0, _FAILED, _ENDED}:
             raise ProtocolViolation("unknown_kind", f"received a response of kind {kind}, which is not defined")
         if not kind and (call.receiver is None or not response):
             self._spend(1)

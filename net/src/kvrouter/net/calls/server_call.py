@@ -149,5 +149,5 @@ class Peer(Protocol):
 class PeerCheck(Protocol):
     """Finds out who calls."""
 
-    def peer(self, context: ReceivedCall) -> Peer:
-        """Returns the peer of a call."""
+    def peer(self, context: ReceivedCall) -> Peer | None:
+        """Returns the peer of a call; None for one that may call all methods."""

@@ -65,6 +65,7 @@ class StreamConnection:
         )
         self.stream.metadata = context.invocation_metadata()
         self.stream.on_overflow = self._overflow
+        self.stream.on_drained = lambda: self.end(self._drained_reason)
         self._peer = peer
         self._methods = [method.name for method in methods]
         if peer is not None:
@@ -79,7 +80,7 @@ class StreamConnection:
         watching = asyncio.create_task(self._watch(), name="call-stream-watch")
         reason = "lost"
         try:
-            self._context.start(self._receive, self._half_closed, self._next_message)
+            self._context.start(self._receive, self._half_closed, self.stream.next_message)
             ended = await self._ended
             self.stream.lose()
             if isinstance(ended, ProtocolViolation):
@@ -99,6 +100,7 @@ class StreamConnection:
         """Ends the stream; ``why`` is the reason for metrics, or a violation, which the client is told."""
         if not self._ended.done():
             self._ended.set_result(why)
+            self._context.stop()
 
     def _overflow(self) -> None:
         self.end(
@@ -106,8 +108,6 @@ class StreamConnection:
         )
 
     def _receive(self, message: bytes) -> None:
-        if self._ended.done():
-            return
         try:
             self.stream.receive(message)
         except ProtocolViolation as violation:
@@ -116,14 +116,6 @@ class StreamConnection:
     def _half_closed(self) -> None:
         # The client reads the answers to what it has sent.
         self._end_when_drained("closed")
-
-    def _next_message(self) -> bytes | None:
-        if self._ended.done():
-            return None
-        message = self.stream.next_message()
-        if message is None and self.stream.drained:
-            self.end(self._drained_reason)
-        return message
 
     async def _watch(self) -> None:
         """Ends the stream of a silent, idle or no longer admitted client.

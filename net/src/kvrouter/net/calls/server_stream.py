@@ -82,8 +82,8 @@ class ServerStream:
             )
         self.client_name = opening.client_name[:256]
         self.metadata: Sequence[tuple[str, str | bytes]] = ()
-        self.check: Callable[[str], None] = lambda _method: None
-        """Raises ``KvRouterError`` if the client may not call a method."""
+        self.check: Callable[[str], None] | None = None
+        """Raises ``KvRouterError`` if the client may not call a method; None permits all."""
         self.counts = counts
         self.unread_call_bytes = limits.unread_call_bytes
         self.heard = False
@@ -118,6 +118,8 @@ class ServerStream:
         self._pong: int | None = None
         self._draining = False
         self._announced = False
+        self.on_drained: Callable[[], None] = lambda: None
+        """Called once everything is sent after ``drain`` was announced."""
         self.on_overflow: Callable[[], None] = lambda: None
         """Called when so much is unread that the stream must end."""
         self._on_lost: list[Callable[[], None]] = []
@@ -165,6 +167,8 @@ class ServerStream:
         """Returns the next message to write: all waiting items with room. None if nothing does."""
         announces = self._draining and not self._announced
         if not (self._queue or self._pong is not None or announces or self._hello):
+            if self._announced and self.drained:
+                self.on_drained()
             return None
         message = OpenCallStreamResponse()
         if self._hello is not None:
@@ -241,28 +245,23 @@ class ServerStream:
         sent = 0
         while queue:
             call, kind, response = queue[0]
+            size = ITEM_BYTES + (len(response) if isinstance(response, bytes) else response.ByteSize())
+            taken = min(size, part) if isinstance(response, bytes) else size
+            if taken > room:
+                break
             if not isinstance(response, bytes):
-                size = response.ByteSize() + ITEM_BYTES
-                if size > room:
-                    break
                 add(number=call.number, kind=kind, failure=response)
-            elif (size := len(response) + ITEM_BYTES) > part:
-                if part > room:
-                    break
-                room -= part
-                sent += 1
+            elif size > part:
                 start = self._offset
                 self._offset = end = start + self._part_bytes
                 in_parts.add(call.number)
                 if end < len(response):
                     add(number=call.number, response=response[start:end], kind=PART)
+                    room -= taken
+                    sent += 1
                     continue
                 self._offset = 0
                 add(number=call.number, response=response[start:], kind=kind)
-                self._sent(call, size)
-                continue
-            elif size > room:
-                break
             elif kind:
                 add(number=call.number, response=response, kind=kind)
             elif call.number in in_parts:
@@ -270,16 +269,13 @@ class ServerStream:
             else:
                 add_number(call.number)
                 add_whole(response)
-            room -= size
+            room -= taken
             sent += 1
-            self._sent(call, size)
+            queue.popleft()
+            call.unread_bytes -= size
+            self._unread_bytes -= size
+            self.counts.unread_bytes -= size
         return sent
-
-    def _sent(self, call: ServerCall, size: int) -> None:
-        self._queue.popleft()
-        call.unread_bytes -= size
-        self._unread_bytes -= size
-        self.counts.unread_bytes -= size
 
     def _cancel(self, number: int) -> None:
         if self._announced and number > self._last_number:
@@ -308,8 +304,8 @@ class ServerStream:
                 call.fail(TooLarge(f"the stream runs its {self._limits.calls} calls already"))
             elif counts.running > self._limits.server_calls:
                 call.fail(TooLarge(f"the server runs its {self._limits.server_calls} calls already"))
-            else:
-                self._admit(call, item.method)
+            elif self.check is not None:
+                self._admit(call, item.method, self.check)
             if item.more:
                 if len(self._unfinished) >= self._limits.calls:
                     raise ProtocolViolation("unfinished", f"received parts of more than {self._limits.calls} calls")
@@ -371,11 +367,11 @@ class ServerStream:
                 )
                 self._forget(unfinished)
 
-    def _admit(self, call: ServerCall, index: int) -> None:
+    def _admit(self, call: ServerCall, index: int, check: Callable[[str], None]) -> None:
         """Fails a call of a method the client may not call."""
         if index < len(self._methods):
             try:
-                self.check(self._methods[index].name)
+                check(self._methods[index].name)
             except KvRouterError as refused:
                 call.fail(refused)
 
