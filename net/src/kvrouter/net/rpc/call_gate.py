@@ -88,8 +88,8 @@ class CallGate:
                 refused: KvRouterError = TooLarge(f"the server runs its {self.max_calls} calls already")
             else:
                 try:
-                    if check is not None:
-                        check.peer(context).check(method)
+                    if check is not None and (peer := check.peer(context)) is not None:
+                        peer.check(method)
                 except KvRouterError as error:
                     refused = error
                     if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -177,9 +177,9 @@ def _translate_cancel(cancelled: asyncio.CancelledError) -> BaseException:
 
 def _timeout(deadline: Deadline) -> float | None:
     # gRPC treats a timeout of 0 as none.
-    if deadline.expired:
+    if (remaining := deadline.remaining()) == 0:
         raise DeadlineExceeded
-    return deadline.remaining()
+    return remaining
 
 
 def _metadata() -> tuple[tuple[str, str], ...] | None:
@@ -306,32 +306,23 @@ def remote_on_call_stream(descriptor: ServiceDescriptor, client: CallStreamClien
         method = methods.get(plain)
         if method is None or method.client_streaming or method.server_streaming:
             return None
-        return (_unary_on_stream if plain == name else _encoded_on_stream)(method, client)
+        parse = GetMessageClass(method.output_type).FromString if plain == name else bytes
+        return _unary_on_stream(full_path(method)[1:], client, parse)
 
     return _Stub(make)
 
 
-def _encoded_on_stream(method: MethodDescriptor, client: CallStreamClient) -> Callable[..., Any]:
-    path = full_path(method)[1:]
-
-    async def call(request: Message, *, deadline: Deadline) -> bytes:
-        if deadline.expired:
-            raise DeadlineExceeded
-        return await client.call(
+def _unary_on_stream(path: str, client: CallStreamClient, parse: Callable[[bytes], Any]) -> Callable[..., Any]:
+    async def call(request: Message, *, deadline: Deadline) -> Any:
+        encoded = await client.call(
             path,
             request.SerializeToString(),
-            time_left=deadline.remaining(),
+            time_left=_timeout(deadline),
             trace_context=trace_context.current(),
         )
-
-    return call
-
-
-def _unary_on_stream(method: MethodDescriptor, client: CallStreamClient) -> Callable[..., Any]:
-    encoded = _encoded_on_stream(method, client)
-    parse = _parser(GetMessageClass(method.output_type).FromString)
-
-    async def call(request: Message, *, deadline: Deadline) -> Any:
-        return _checked(parse(await encoded(request, deadline=deadline)))
+        try:
+            return parse(encoded)
+        except DecodeError:
+            raise Internal("the service sent a response that cannot be parsed") from None
 
     return call

@@ -53,8 +53,10 @@ class GuardedPeers:
         """Guards a service, such as kvrouter.v1.FrontendService."""
         self._guards[service] = guard
 
-    def peer(self, context: ReceivedCall) -> GuardedPeer:
-        """Returns the peer of a call."""
+    def peer(self, context: ReceivedCall) -> GuardedPeer | None:
+        """Returns the peer of a call; None for one that may call all methods."""
+        if self._callers is None and not self._guards:
+            return None
         caller = None if self._callers is None else self._callers.peer(context)
         return GuardedPeer(caller, self._guards, context.invocation_metadata())
 

@@ -292,6 +292,8 @@ def call_handler(
 ) -> Callable[[bytes, ServerCall], bytes | Coroutine[Any, Any, bytes]]:
     """Returns the handler of a method for ``CallStreamServer.add_unary``. A plain function is answered in one step.
 
+    Otherwise the handler returns a coroutine, for a task of its own.
+
     Args:
         path: The method's path on the wire, for logs.
         bound: The method of the object.
@@ -308,7 +310,7 @@ def call_handler(
             raise refused(error) from None
         deadline = Deadline.never() if call.time_left is None else Deadline.after(call.time_left)
         if waits:
-            return answer(encoded, deadline, admitted, trace_context.checked(call.trace_context))
+            return answer(encoded, deadline, admitted, call.trace_context and trace_context.checked(call.trace_context))
         context = {"connection": call.stream} if takes_connection else {}
         try:
             with admitted:
@@ -319,8 +321,9 @@ def call_handler(
     async def answer(
         encoded: bytes, deadline: Deadline, admitted: AbstractContextManager[None], traceparent: str
     ) -> bytes:
+        trace_context.enter(traceparent)
         try:
-            with admitted, trace_context.entered(traceparent), span(path[1:], Kind.SERVER):
+            with admitted, span(path[1:], Kind.SERVER):
                 return _serialize(await bound(parse(encoded), deadline=deadline))
         except Exception as error:
             raise refused(error) from None
