@@ -213,6 +213,7 @@ class ClientStream:
         part = self._part_bytes + _CALL_BYTES
         kept = part if self._long else 0
         sent = 0
+        add = message.calls.add
         for lane in (self._urgent, self._short):
             while lane:
                 call = next(iter(lane))
@@ -220,8 +221,14 @@ class ClientStream:
                 if size > room - kept:
                     break
                 room -= size
-                self._add(message, call)
                 sent += 1
+                self._number(call)
+                left = call.time_left_ms()
+                add(number=call.number, method=call.method, request=call.request, time_left_ms=left)
+                if call.trace:
+                    message.calls[-1].trace_context = call.trace
+                self._in_latest_message.append(call)
+                self._leave_lane(call)
         parts: list[bytes | memoryview] = []
         while self._long and room >= part:
             parts += self._encoded_part(next(iter(self._long)))
@@ -277,8 +284,7 @@ class ClientStream:
         """
         self.draining = True
         for call in [*self._urgent, *self._short, *self._long]:
-            if not call.sent:
-                self._fail_unsent(call, cause)
+            self._fail_unsent(call, cause)
         if has_unwritten:
             for call in self._in_latest_message:
                 self._fail_unsent(call, cause)
@@ -302,14 +308,6 @@ class ClientStream:
             return f"the server does not serve {method} on its call stream"
         return f"the server accepts requests of at most {self._max_request_bytes} bytes, this one has {size}"
 
-    def _add(self, message: OpenCallStreamRequest, call: RunningCall) -> None:
-        self._number(call)
-        left = call.time_left_ms()
-        item = message.calls.add(number=call.number, method=call.method, request=call.request, time_left_ms=left)
-        if call.trace:
-            item.trace_context = call.trace
-        self._sent(call)
-
     def _encoded_part(self, call: RunningCall) -> tuple[bytes, memoryview]:
         """Returns the next part of a long request as an encoded field of a message, its bytes as a view.
 
@@ -326,7 +324,8 @@ class ClientStream:
             if (left := call.time_left_ms()) is not None:
                 item.time_left_ms = left
         if is_last:
-            self._sent(call)
+            self._in_latest_message.append(call)
+            self._leave_lane(call)
         head = item.SerializeToString() + _REQUEST_TAG + encode_varint(len(request))
         return _CALLS_TAG + encode_varint(len(head) + len(request)) + head, request
 
@@ -334,11 +333,6 @@ class ClientStream:
         self._last_number += 1
         call.number = self._last_number
         self._calls[call.number] = call
-
-    def _sent(self, call: RunningCall) -> None:
-        call.sent = True
-        self._in_latest_message.append(call)
-        self._leave_lane(call)
 
     def _leave_lane(self, call: RunningCall) -> None:
         """Forgets the request of a sent or abandoned call."""

@@ -54,7 +54,6 @@ class RunningCall:
         "number",
         "receiver",
         "request",
-        "sent",
         "sent_bytes",
         "timer",
         "trace",
@@ -78,8 +77,6 @@ class RunningCall:
         self.trace = trace
         self.number = 0
         """Number on the stream; 0 while no part is sent."""
-        self.sent = False
-        """Whether all of the request is sent."""
         self.sent_bytes = 0
         """Bytes of the request sent in parts."""
         self.timer: Timer | None = None

@@ -98,7 +98,11 @@ class Endpoint(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Implements asyncio.Protocol."""
         self._heard = True
-        if len(data) <= _SLICE_BYTES and not self._unread and self._budget.take(self._cost_us(data)):
+        if (
+            len(data) <= _SLICE_BYTES
+            and not self._unread
+            and self._budget.take(_READ_US + len(data) // self.bytes_per_us)
+        ):
             self._receive(data)
             return
         if not self._unread and self._transport is not None and not self._transport.is_closing():
@@ -106,20 +110,20 @@ class Endpoint(asyncio.Protocol):
         is_waiting = bool(self._unread)
         self._unread.extend(data[start : start + _SLICE_BYTES] for start in range(0, len(data), _SLICE_BYTES))
         if not is_waiting:
-            self._budget.call(self._cost_us(self._unread[0]), self._receive_waiting)
+            self._await_turn()
 
     def _receive_waiting(self) -> None:
         """Processes the next slice of the input."""
         self._receive(self._unread.popleft())
         if self._unread:
-            self._budget.call(self._cost_us(self._unread[0]), self._receive_waiting)
+            self._await_turn()
         elif self._lost is not None:
             self.end(self._lost)
         elif self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _cost_us(self, data: bytes) -> int:
-        return _READ_US + len(data) // self.bytes_per_us
+    def _await_turn(self) -> None:
+        self._budget.call(_READ_US + len(self._unread[0]) // self.bytes_per_us, self._receive_waiting)
 
     def _close(self, last_bytes: Callable[[], bytes]) -> None:
         """Writes the last bytes and closes the connection, unless it is closed."""

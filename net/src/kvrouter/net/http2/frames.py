@@ -7,7 +7,6 @@ from enum import IntEnum
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """First bytes of a client."""
-HEADER_BYTES = 9
 LEAST_MAX_FRAME_BYTES = 1 << 14
 """Size of a frame's payload every peer accepts."""
 MOST_MAX_FRAME_BYTES = (1 << 24) - 1
@@ -26,8 +25,10 @@ PADDED = 0x8
 PRIORITY = 0x20
 """Flag of HEADERS."""
 
-_HEADER = struct.Struct(">HBBBI")
-"""Length in two parts, kind, flags, stream."""
+FRAME_HEADER = struct.Struct(">IBI")
+"""The bytes before a frame's payload: its length (24 bits) and kind (8 bits), flags, stream."""
+HEADER_BYTES = FRAME_HEADER.size
+KIND_BITS = 8
 _SETTING = struct.Struct(">HI")
 
 
@@ -66,18 +67,7 @@ class ErrorCode(IntEnum):
 
 def frame(kind: Kind, payload: bytes = b"", *, flags: int = 0, stream: int = 0) -> bytes:
     """Returns a frame."""
-    return frame_header(len(payload), kind, flags, stream) + payload
-
-
-def frame_header(length: int, kind: int, flags: int, stream: int) -> bytes:
-    """Returns the nine bytes before a frame's payload."""
-    return _HEADER.pack(length >> 8, length & 0xFF, kind, flags, stream)
-
-
-def read_frame_header(buffer: bytes, position: int) -> tuple[int, int, int, int]:
-    """Returns the payload's length, the kind, the flags and the stream of the frame at a position."""
-    high, low, kind, flags, stream = _HEADER.unpack_from(buffer, position)
-    return high << 8 | low, kind, flags, stream & MAX_31_BITS
+    return FRAME_HEADER.pack(len(payload) << KIND_BITS | kind, flags, stream) + payload
 
 
 def settings(values: dict[Setting, int]) -> bytes:

@@ -16,7 +16,7 @@ import grpc.aio
 import hpack
 from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, Kind, frame, window_update
 from kvrouter.net.http2.options import MAX_MESSAGE_BYTES
-from kvrouter.net.http2.side import Compressed, Http2Violation, MessageReader, MessageTooLong, prefixed
+from kvrouter.net.http2.side import Compressed, Http2Violation, MessageReader, MessageTooLong, prefix
 
 if TYPE_CHECKING:
     from kvrouter.net.http2.received_calls import ReceivedCalls
@@ -223,7 +223,7 @@ class ReceivedCall:
     def pull(self) -> None:
         """Sends messages while there is room."""
         while not (self.unsent or self.is_over) and (message := self._next_message()) is not None:
-            self.unsent = prefixed(message)
+            self.unsent = prefix(len(message)) + message
             if not self._has_begun:
                 self._begin()
             self.connection.send(self)
@@ -239,7 +239,7 @@ class ReceivedCall:
         if self.is_over:
             return
         # What a cancelled write has left goes first.
-        self.unsent = bytes(self.unsent) + prefixed(encoded) if self.unsent else prefixed(encoded)
+        self.unsent = b"".join((self.unsent, prefix(len(encoded)), encoded))
         if not self._has_begun:
             self._begin()
         self.connection.send(self)

@@ -17,8 +17,10 @@ from kvrouter.net.budgets import FloodBudget
 from kvrouter.net.http2.frames import (
     ACK,
     END_HEADERS,
+    FRAME_HEADER,
     HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
+    KIND_BITS,
     LEAST_MAX_FRAME_BYTES,
     MAX_31_BITS,
     MOST_MAX_FRAME_BYTES,
@@ -27,7 +29,6 @@ from kvrouter.net.http2.frames import (
     Kind,
     Setting,
     frame,
-    read_frame_header,
     read_settings,
 )
 
@@ -53,6 +54,8 @@ _LEAST_USEFUL_BYTES: Final = 256
 _PREFIX: Final = struct.Struct(">BI")
 """Prefix of a gRPC message: compression and length."""
 _PREFIX_BYTES: Final = _PREFIX.size
+
+_KIND_MASK: Final = (1 << KIND_BITS) - 1
 
 _OF_CONNECTION: Final = frozenset({Kind.SETTINGS, Kind.PING, Kind.GOAWAY})
 """Kinds of frames outside of streams."""
@@ -91,11 +94,6 @@ class UnexpectedData(Http2Violation):
 
 prefix: Final[Callable[[int], bytes]] = partial(_PREFIX.pack, 0)
 """Returns the bytes before a gRPC message of a length."""
-
-
-def prefixed(message: bytes) -> bytes:
-    """Returns a gRPC message with its prefix."""
-    return prefix(len(message)) + message
 
 
 class Compressed(bytes):
@@ -195,7 +193,9 @@ class Http2Side(ABC):
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
         while end - position >= HEADER_BYTES and not self.is_over:
-            length, kind, flags, stream = read_frame_header(buffer, position)
+            length_and_kind, flags, stream = FRAME_HEADER.unpack_from(buffer, position)
+            length, kind = length_and_kind >> KIND_BITS, length_and_kind & _KIND_MASK
+            stream &= MAX_31_BITS
             if length > LEAST_MAX_FRAME_BYTES:
                 raise Http2Violation(f"expected frames of at most {LEAST_MAX_FRAME_BYTES} bytes, received {length}")
             start = position + HEADER_BYTES
