@@ -47,9 +47,7 @@ class LoopBudget:
     def take(self, cost_us: int, *, has_waited: bool = False) -> bool:
         """Takes a turn in this pass if there is room for the work, or if it is the first; returns whether it did.
 
-        Args:
-            cost_us: Estimated CPU time of the work, microseconds.
-            has_waited: Whether the work comes before all that waits. Other work gets no turn while any waits.
+        While other work waits, there is only a turn for what ``has_waited`` longest.
         """
         if self._waiting and not has_waited:
             return False
@@ -112,8 +110,8 @@ class FloodBudget:
         self._filled = clock()
 
     def spend(self, items: int = 1) -> bool:
-        """Uses a part of the budget. Returns False if the peer is flooding."""
-        self._left -= items
+        """Uses a part of the budget, or restores one of fewer than 0 items. Returns False if the peer is flooding."""
+        self._left = min(self._size, self._left - items)
         if self._left >= 0:
             return True
         now = self._clock()
@@ -125,8 +123,7 @@ class FloodBudget:
 
     def earn(self, items: int) -> None:
         """Restores a part of the budget, because the peer made progress."""
-        left = self._left + items
-        self._left = min(self._size, left)
+        self._left = min(self._size, self._left + items)
 
 
 class TokenBucket:

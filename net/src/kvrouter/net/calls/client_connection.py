@@ -127,8 +127,8 @@ class ClientConnection:
         """
         self._changed = changed
         self._connection.on_going_away = self._retire
-        self.stream.on_unused = self._end_when_idle
-        self._connection.start(self._receive, self.stream.next_message)
+        self.stream.on_draining = self._drain
+        self._connection.start(self.stream.receive, self.stream.next_message)
         if self._connection.going_away:
             self._retire()
         watching = asyncio.create_task(self._end_when_silent(timeout_seconds), name="call-stream-heartbeats")
@@ -159,18 +159,14 @@ class ClientConnection:
             self.finish(StreamEnded("closed", "the client was closed"))
         self._connection.close()
 
-    def _receive(self, encoded: bytes) -> None:
-        stream = self.stream
-        stream.receive(encoded)
-        if stream.draining:
-            self._changed()
-            self._end_when_idle()
+    def _drain(self) -> None:
+        self._changed()
+        self._end_when_idle()
 
     def _retire(self) -> None:
         self.stream.retire()
         self.replaceable.set()
-        self._changed()
-        self._end_when_idle()
+        self._drain()
 
     def _end_when_idle(self) -> None:
         """Ends a stream another one replaces when its last call has ended."""

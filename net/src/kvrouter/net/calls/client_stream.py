@@ -95,8 +95,8 @@ class ClientStream:
         """Whether the server has said which is the last call it runs."""
         self._limits = limits
         self._wake = wake
-        self.on_unused: Callable[[], None] = lambda: None
-        """Called when nothing waits to be sent on a stream that takes no new calls."""
+        self.on_draining: Callable[[], None] = lambda: None
+        """Called after each message, and when nothing waits to be sent, while the stream takes no new calls."""
         self._methods = {name: index for index, name in enumerate(hello.methods)}
         self._message_bytes = min(limits.message_bytes, hello.max_message_bytes)
         self._max_calls, self._max_request_bytes = hello.max_calls, hello.max_request_bytes
@@ -199,7 +199,7 @@ class ClientStream:
         self._in_latest_message = []
         if not (self._ping or self._cancelled or self._urgent or self._short or self._long):
             if self.draining:
-                self.on_unused()
+                self.on_draining()
             return None
         message = OpenCallStreamRequest()
         room = self._message_bytes - ITEM_BYTES
@@ -270,6 +270,8 @@ class ClientStream:
             self._end_ping(answered=True)
         self.counts.messages_received += 1
         self.counts.items_received += len(numbers) + len(message.responses)
+        if self.draining:
+            self.on_draining()
 
     def retire(self) -> None:
         """Takes no new calls. Running ones or wait go on."""

@@ -159,16 +159,13 @@ class Http2Call(Http2Side):
     def _allow(self, more: int) -> None:
         self._replies += (window_update(0, more), window_update(_STREAM, more))
 
-    def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> None:  # noqa: ARG002 - all of it
+    def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> int:  # noqa: ARG002 - all of it
         if stream != _STREAM or not self._status:
             raise UnexpectedData(stream)
-        self._messages.take(payload, self._deliver)
+        messages = self._messages.take(payload, self.on_message)
         if flags & END_STREAM:
             self._end(grpc.StatusCode.UNKNOWN, "the server ended the call without a status")
-
-    def _deliver(self, message: bytes) -> None:
-        self.flood.earn(_ITEMS_OF_MESSAGE)
-        self.on_message(message)
+        return messages * _ITEMS_OF_MESSAGE
 
     def _check_opening(self, stream: int) -> None:
         if stream != _STREAM:

@@ -88,6 +88,7 @@ class ReceivedCall:
         "on_cancelled",
         "parse",
         "path",
+        "restored",
         "serialize",
         "unsent",
         "window",
@@ -129,6 +130,8 @@ class ReceivedCall:
         self._has_message = False
         self._header_items = connection.header_items
         """Flood items the headers took."""
+        self.restored = 0
+        """Flood items that messages have restored, for its connection."""
         self._half_closed = False
         self._has_begun = False
         self._code = grpc.StatusCode.OK
@@ -373,8 +376,7 @@ class ReceivedCall:
             self._room.set_result(None)
 
     def _queue(self, message: bytes) -> None:
-        items = _ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items
-        self.connection.flood.earn(items)
+        self.restored += _ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items
         self._has_message = True
         if self._on_message is not None:
             self._deliver(message, self._on_message)

@@ -155,12 +155,15 @@ class ReceivedCalls(Http2Side):
         if waiting:
             self.wake()
 
-    def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> None:
+    def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> int:
         call = self.calls.get(stream)
         if call is not None:
             call.take(payload, length, ends=bool(flags & END_STREAM))
-        elif stream > self._last or not stream & 1:
+            restored, call.restored = call.restored, 0
+            return restored
+        if stream > self._last or not stream & 1:
             raise UnexpectedData(stream)
+        return 0
 
     def _check_opening(self, stream: int) -> None:
         if not stream & 1 or (stream <= self._last and stream not in self.calls):

@@ -113,8 +113,8 @@ class MessageReader:
         """Maximum size of further messages."""
         self._may_compress = may_compress
 
-    def take(self, payload: bytes, deliver: Callable[[bytes], None]) -> None:
-        """Calls ``deliver`` with each message ending in further data.
+    def take(self, payload: bytes, deliver: Callable[[bytes], None]) -> int:
+        """Calls ``deliver`` with each message ending in further data. Returns their number.
 
         Raises:
             Http2Violation: a message is compressed, or too long.
@@ -122,7 +122,7 @@ class MessageReader:
         begun = self.begun
         if begun:
             begun += payload
-        data, position = begun or payload, 0
+        data, position, messages = begun or payload, 0, 0
         while len(data) - position >= _PREFIX_BYTES:
             compressed, length = _PREFIX.unpack_from(data, position)
             if compressed and not self._may_compress:
@@ -133,6 +133,7 @@ class MessageReader:
             if start + length > len(data):
                 break
             position = start + length
+            messages += 1
             with memoryview(data) as view:
                 message = (Compressed if compressed else bytes)(view[start:position])
             deliver(message)
@@ -140,6 +141,7 @@ class MessageReader:
             del begun[:position]
         else:
             begun += payload[position:]
+        return messages
 
 
 class Http2Side(ABC):
@@ -188,8 +190,7 @@ class Http2Side(ABC):
         """
         if not self.has_begun and not (data := self._take_preface(data)):
             return
-        if len(data) < _LEAST_USEFUL_BYTES and not self.flood.spend():
-            raise Flood
+        fruitless = int(len(data) < _LEAST_USEFUL_BYTES)
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
         while end - position >= HEADER_BYTES and not self.is_over:
@@ -210,9 +211,11 @@ class Http2Side(ABC):
                 self._consumed += length
                 if flags & PADDED:
                     payload = _unpadded(payload)
-                if len(payload) < _LEAST_USEFUL_BYTES and not self.flood.spend():
+                fruitless += int(len(payload) < _LEAST_USEFUL_BYTES)
+                fruitless -= self._take_data(stream, flags, payload, length)
+                if fruitless and not self.flood.spend(fruitless):
                     raise Flood
-                self._take_data(stream, flags, payload, length)
+                fruitless = 0
             elif kind == Kind.WINDOW_UPDATE and length == _SIZES[kind] and self._headers is None:
                 # A peer sends several for each short message.
                 if not self.flood.spend():
@@ -221,6 +224,8 @@ class Http2Side(ABC):
             else:
                 self._take_frame(kind, stream, flags, buffer[start:position])
         self._unread = buffer[position:]
+        if fruitless and not self.flood.spend(fruitless):
+            raise Flood
         if self._consumed > CONNECTION_WINDOW_BYTES // 2:
             self._allow(self._consumed)
             self._consumed = 0
@@ -235,8 +240,8 @@ class Http2Side(ABC):
         """Allows the peer to send more bytes on the connection."""
 
     @abstractmethod
-    def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> None:
-        """Takes data of a call; ``length`` is its size with padding. Raises UnexpectedData if it may not come."""
+    def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> int:
+        """Takes data, ``length`` bytes with padding; returns the flood items that its messages restore."""
 
     @abstractmethod
     def _check_opening(self, stream: int) -> None:
