@@ -44,3 +44,12 @@ def test_progress_restores_the_budget_and_saves_nothing_up() -> None:
         budget.earn(2)
     budget.earn(1_000)
     assert not budget.spend(11)
+
+
+def test_items_that_restore_more_than_they_take_save_nothing_up() -> None:
+    budget = FloodBudget(10, 5.0, Clock())
+    assert budget.spend(8)
+    assert budget.spend(-3)
+    assert budget.spend(5)
+    assert budget.spend(-1_000)
+    assert not budget.spend(11)
