@@ -295,7 +295,7 @@ def test_nothing_is_written_to_a_transport_that_is_closed(loop: str) -> None:
             reports.append(report)
 
     async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        asyncio.get_running_loop().set_exception_handler(report_of_connections)
         async with echoing() as target:
             opened_to = await connect(target)
             await opened_to.exchange(b"hello")
