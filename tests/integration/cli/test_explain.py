@@ -8,6 +8,7 @@ import sys
 from unittest.mock import ANY
 
 import pytest
+from kvrouter.scheduler.queue import request_queue
 from kvrouter.v1.common_pb2 import BookingKey, RoutingConstraints
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import FreeRequest
@@ -73,15 +74,15 @@ async def test_a_decision_is_shown_with_every_candidate(etcd_endpoint: str, nats
 
 
 async def test_why_a_request_waits_is_shown_and_how_long_it_did(
-    etcd_endpoint: str, nats_url: str, namespace: str
+    etcd_endpoint: str, nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(request_queue, "PATIENCE_S", 60.0)  # A busy machine takes seconds for a command.
     component = ComponentName(namespace, "decode")
     async with scheduling(component, etcd_endpoint, nats_url, kv_events=False, router_mode="forecast") as stack:
         await stack.register(1)
         at = f"127.0.0.1:{stack.server.port}"
         await stack.select(selecting("first", routing(600)))
         waiting = asyncio.create_task(stack.select(selecting("second", routing(600, seed=1))))
-        # Shown once only: a request does not wait for long, and a busy machine takes seconds for a command.
         _, out, _ = await eventually(lambda: run("second", "--scheduler", at), lambda shown: shown[0] == 0)
         assert "no rank by mode forecast" in out
         assert "queued for worker_1: the cheapest rank lacks KV blocks" in out
