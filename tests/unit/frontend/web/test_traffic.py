@@ -12,15 +12,15 @@ def serve(metrics: FrontendMetrics, *, ttft: float, tokens: int = 100) -> None:
     model = metrics.models.of("m")
     model.ttft_seconds.observe(ttft)
     model.token_latency.observe(0.004 * tokens, tokens)
-    model.output_tokens.inc(tokens)
-    metrics.ended("m", "OK").inc()
+    model.output_tokens.value += tokens
+    metrics.ended("m", "OK")
 
 
 def test_rates_are_those_of_the_last_minute() -> None:
     metrics = FrontendMetrics(CollectorRegistry())
     traffic = Traffic(metrics)
     assert traffic.rates(0.0) is None
-    metrics.ended("m", "UNAVAILABLE").inc()
+    metrics.ended("m", "UNAVAILABLE")
     metrics.http_errors.labels(503, "service_unavailable").inc()
     for _ in range(100):
         serve(metrics, ttft=40.0)
@@ -28,7 +28,7 @@ def test_rates_are_those_of_the_last_minute() -> None:
         traffic.take(float(second))
     for _ in range(30):
         serve(metrics, ttft=0.15)
-    metrics.ended("other", "RESOURCE_EXHAUSTED").inc()
+    metrics.ended("other", "RESOURCE_EXHAUSTED")
     metrics.http_errors.labels(429, "rate_limit_exceeded").inc()
 
     rates = traffic.rates(100.0)

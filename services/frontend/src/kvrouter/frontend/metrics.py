@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvrouter.runtime.telemetry.counter import Count, LoopCounter
+from kvrouter.runtime.telemetry.counter import LoopCounter
 from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.metrics import model_label
 from kvrouter.v1.texts import LOWER_TIER_NAMES
@@ -31,6 +31,12 @@ class ModelMetrics:
         self.lower_cached_tokens = {tier: counter.of(model) for tier, counter in metrics.lower_cached_tokens.items()}
         """By name of the tier."""
         self.output_tokens = metrics.output_tokens.of(model)
+
+    def found_cached(self, cached_tokens: int, predicted: int, prompt_tokens: int) -> None:
+        """Counts a prompt of whose tokens a worker reported so many as cached, and the Scheduler predicted so many."""
+        self.cached_tokens.value += cached_tokens
+        self.predicted_cached_tokens.value += predicted
+        self.prompt_tokens.value += prompt_tokens
 
 
 class MetricsByModel:
@@ -182,6 +188,6 @@ class FrontendMetrics:
         )
         self.worker_channels = gauge("kvrouter_frontend_worker_channels", "Open gRPC channels to workers.")
 
-    def ended(self, model: str, code: str) -> Count:
-        """Returns the count of requests for a served model, with an outcome."""
-        return self.requests.of(model if model in self.models.labelled else self.models.label(model), code)
+    def ended(self, model: str, code: str) -> None:
+        """Counts a request for a served model, with an outcome."""
+        self.requests.of(model if model in self.models.labelled else self.models.label(model), code).value += 1

@@ -162,18 +162,18 @@ class SchedulerMetrics:
             counters = tuple(self.cached_tokens.of(label, rank) for rank in ReachableTokens._fields)
             self._cached[label] = counters
         for counter, count in zip(counters, tokens, strict=True):
-            counter.inc(count)
+            counter.value += count
         if lower is not None:
             label = model_label(model, self._cached)
             for field, blocks in lower.ListFields():
-                self.lower_tier_tokens.of(label, field.name).inc(blocks * block_size)
+                self.lower_tier_tokens.of(label, field.name).value += blocks * block_size
 
     def audit_tiers(self, model: str, predicted: TierTokens | None, reported: TierTokens | None) -> None:
         """Compares the predicted tokens below device memory with the worker's report; None for no such tokens."""
         label = model_label(model, self._audited)
         for source, tokens in (("predicted", predicted), ("reported", reported)):
             for tier in LOWER_TIER_NAMES:
-                self.audited_tier_tokens.of(label, tier, source).inc(0 if tokens is None else getattr(tokens, tier))
+                self.audited_tier_tokens.of(label, tier, source).value += 0 if tokens is None else getattr(tokens, tier)
 
     def audit(self, model: str, predicted: int, actual: int) -> None:
         """Compares a prediction of cached blocks with the worker's report."""
@@ -182,10 +182,10 @@ class SchedulerMetrics:
             label = model_label(model, self._audited)
             audited = self.predicted_blocks.of(label), self.actual_blocks.of(label)
             self._audited[label] = audited
-        audited[0].inc(predicted)
-        audited[1].inc(actual)
+        audited[0].value += predicted
+        audited[1].value += actual
         self.blocks_off.observe(actual - predicted)
-        self.predictions.of("exact" if actual == predicted else "low" if actual > predicted else "high").inc()
+        self.predictions.of("exact" if actual == predicted else "low" if actual > predicted else "high").value += 1
 
 
 @dataclass(eq=False)

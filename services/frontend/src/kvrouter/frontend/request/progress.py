@@ -150,12 +150,11 @@ class Progress:
         if output.cached_tokens is not None and self.cached_tokens is None:
             self.cached_tokens, self.lower_cached_tokens = output.cached_tokens, output.lower_cached_tokens
             if not self._continues:
-                self._metrics.cached_tokens.inc(output.cached_tokens)
-                self._metrics.predicted_cached_tokens.inc(self._booking.predicted_cached_tokens)
-                self._metrics.prompt_tokens.inc(self._booking.prompt_tokens)
+                booking = self._booking
+                self._metrics.found_cached(output.cached_tokens, booking.predicted_cached_tokens, booking.prompt_tokens)
                 if output.lower_cached_tokens is not None:
                     for tier, count in self._metrics.lower_cached_tokens.items():
-                        count.inc(getattr(output.lower_cached_tokens, tier))
+                        count.value += getattr(output.lower_cached_tokens, tier)
             else:
                 # The client has received what the first worker found, of the prompt that it sent.
                 output = output.without("cached_tokens")
@@ -165,7 +164,7 @@ class Progress:
 
     def end(self) -> None:
         """Frees the booking."""
-        self._metrics.output_tokens.inc(self.output_tokens - self._counted_tokens)
+        self._metrics.output_tokens.value += self.output_tokens - self._counted_tokens
         self._link.free(
             self._booking,
             self.cached_tokens,
@@ -177,7 +176,7 @@ class Progress:
     def _report(self) -> None:
         """Reports the need of a further block."""
         self._link.report_output(self._booking, self.output_tokens)
-        self._metrics.output_tokens.inc(self.output_tokens - self._counted_tokens)
+        self._metrics.output_tokens.value += self.output_tokens - self._counted_tokens
         self._counted_tokens = self.output_tokens
         if self._kept is not None:
             self._kept.compact()

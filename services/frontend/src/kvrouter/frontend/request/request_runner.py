@@ -186,7 +186,7 @@ class RequestRunner:
                     sent=generation is not None and generation.sent,
                     prompt_tokens=through.counted_prompt_tokens if through is not None and is_estimated else None,
                 )
-            self.metrics.ended(known_model, code).inc()
+            self.metrics.ended(known_model, code)
             if known_model:
                 counted = through.counted_prompt_tokens if through is not None and is_estimated else tokens
                 self._gen_ai.of(operation, known_model).ended(

@@ -22,10 +22,7 @@ class Count:
         self.created = time.time()
         """Unix time at which it began, seconds."""
         self.value = 0.0
-
-    def inc(self, amount: float = 1.0) -> None:
-        """Adds an amount, at least 0."""
-        self.value += amount
+        """The count, which its users increase."""
 
 
 class LoopCounter(Collector):

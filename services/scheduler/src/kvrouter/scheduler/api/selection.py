@@ -60,7 +60,7 @@ class Selector:
             code = error.code.name
             raise
         finally:
-            self.metrics.selections.of(mode, code).inc()
+            self.metrics.selections.of(mode, code).value += 1
             self.metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
 
     async def _select_once(

@@ -242,6 +242,5 @@ class Pick:
         self.engine.end()
         self.link.free(self.booking, cached_tokens, output_tokens=output_tokens)
         if cached_tokens is not None:
-            self.metrics.cached_tokens.inc(cached_tokens)
-            self.metrics.predicted_cached_tokens.inc(self.booking.predicted_cached_tokens)
-            self.metrics.prompt_tokens.inc(self.booking.prompt_tokens)
+            booking = self.booking
+            self.metrics.found_cached(cached_tokens, booking.predicted_cached_tokens, booking.prompt_tokens)
