@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -83,8 +83,7 @@ FREE = 0.75
 quarters taken by one tenant leave the others room until it has shrunk."""
 
 
-@dataclass(slots=True)
-class _Use:
+class _Use(msgspec.Struct, eq=False):
     amount: float
     requests: int
     weight: float
