@@ -74,19 +74,20 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
             field="model",
             advice="Send the request to the Frontend's HTTP API.",
         )
-    longest = view.descriptor.max_model_len
+    longest, max_tokens = view.descriptor.max_model_len, request.stop_conditions.max_tokens
     check_prompt_length(tokens, longest, limits.max_prompt_tokens)
     _check_stop(request.stop_conditions, limits)
-    max_tokens = request.stop_conditions.max_tokens
     if longest and tokens + max_tokens > longest:
         raise PromptTooLong.for_model(tokens, longest, field="stop_conditions.max_tokens", output_tokens=max_tokens)
-    _check_sampling(request.sampling_options)
+    has_sampling = request.HasField("sampling_options")
+    if has_sampling:
+        _check_sampling(request.sampling_options)
     if request.migration_limit > MAX_MIGRATIONS:
         advice = f"Set migration_limit to at most {MAX_MIGRATIONS}."
         raise _out_of_range("migration_limit", request.migration_limit, advice)
     if request.HasField("overrides"):
         check_overrides(request.overrides)
-    if request.sampling_options.HasField("structured_output"):
+    if has_sampling and request.sampling_options.HasField("structured_output"):
         structured_workers(view)
 
 
