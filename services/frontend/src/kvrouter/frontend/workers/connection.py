@@ -124,13 +124,12 @@ class WorkerConnection:
 
     def generate(self, request: bytes, receiver: ResponseReceiver, *, deadline: Deadline) -> RunningCall:
         """Calls Generate with an encoded request; on the call stream if it is open."""
-        if self._stream.ready:
-            try:
-                return self._stream.start(
-                    _GENERATE, request, receiver, time_left=deadline.remaining(), trace_context=trace_context.current()
-                )
-            except NotSent:
-                pass  # Made as an ordinary call, which says why if the worker takes none.
+        try:
+            return self._stream.start(
+                _GENERATE, request, receiver, time_left=deadline.remaining(), trace_context=trace_context.current()
+            )
+        except NotSent:
+            pass  # Made as an ordinary call, which says why if the worker takes none.
         reading = asyncio.create_task(self._read(request, receiver, deadline))
         self._reading.add(reading)
         reading.add_done_callback(self._reading.discard)
