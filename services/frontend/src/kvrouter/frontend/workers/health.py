@@ -202,7 +202,11 @@ class WorkerHealth:
         ``prompt_tokens`` is None for a call whose output does not come piece by piece, which shows no stall.
         """
         worker = self._workers.get(endpoint) or self._add(endpoint)
-        return WorkerCall(self, worker, self.now(), prompt_tokens)
+        worker.calls += 1
+        now, circuit, detector = self.now(), worker.circuit, worker.detector
+        is_trial = not circuit.is_closed and circuit.began(now)
+        monitored = None if detector is None or prompt_tokens is None else detector.began(prompt_tokens, now)
+        return WorkerCall(worker, self, is_trial, worker.stalls, worker.leaving_intervals, monitored)
 
     def interval_ended(self, seconds: float) -> None:
         """Looks for workers that are stalled, generate again, or must be left. To be called at the end of intervals."""

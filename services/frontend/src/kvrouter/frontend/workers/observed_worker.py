@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 from kvrouter.frontend.workers.failures import WorkerFailure, WorkerFate
 from kvrouter.frontend.workers.stall_detection import MonitoredRequest, StallDetector
@@ -214,24 +215,24 @@ _MAX_FAILURE_TEXT = 256
 """Stored characters of a failure message."""
 
 
-class WorkerCall:
-    """A running Generate call, as far as its worker's health is concerned."""
+class WorkerCall(msgspec.Struct, eq=False):
+    """A running Generate call, as far as its worker's health is concerned. ``WorkerHealth.begin`` returns it."""
 
-    def __init__(self, health: WorkerHealth, worker: ObservedWorker, now: float, prompt_tokens: int | None) -> None:
-        self.worker = worker
-        self._health = health
-        self._is_trial = not worker.circuit.is_closed and worker.circuit.began(now)
-        worker.calls += 1
-        self._stalls_before = worker.stalls
-        self._leaving_before = worker.leaving_intervals
-        self._monitored: MonitoredRequest | None = None
-        if worker.detector is not None and prompt_tokens is not None:
-            self._monitored = worker.detector.began(prompt_tokens, now)
+    worker: ObservedWorker
+    health: WorkerHealth
+    is_trial: bool
+    """Whether it decides if the worker has recovered."""
+    stalls_before: int
+    """How often the worker was found stalled before."""
+    leaving_before: int
+    """Number of intervals before at whose end the worker had to be left."""
+    monitored: MonitoredRequest | None
+    """The call as stall detection sees it; None if it shows no stall."""
 
     @property
     def is_stalled(self) -> bool:
         """Whether the worker has stalled since the call began, and still is."""
-        return self.worker.stalled and self.worker.stalls > self._stalls_before
+        return self.worker.stalled and self.worker.stalls > self.stalls_before
 
     @property
     def is_leaving(self) -> bool:
@@ -240,7 +241,7 @@ class WorkerCall:
         One coming to a drained worker stays until an interval ends: its Scheduler may have learned before this
         Frontend about the end of the drain.
         """
-        return self.worker.leaving and self.worker.leaving_intervals > self._leaving_before
+        return self.worker.leaving and self.worker.leaving_intervals > self.leaving_before
 
     @property
     def is_lost(self) -> bool:
@@ -249,38 +250,38 @@ class WorkerCall:
 
     def fate(self, *, connection_lost: bool = False) -> WorkerFate | None:
         """Returns the fate of the worker, which the request leaves, or which fails it; None if it is draining."""
-        return self._health.death_of(self.worker) if connection_lost else self._health.fate_of(self.worker)
+        return self.health.death_of(self.worker) if connection_lost else self.health.fate_of(self.worker)
 
     def answered(self) -> None:
         """Records that the worker answers, since it sent something."""
-        self._health.answered(self.worker.endpoint)
+        self.health.answered(self.worker.endpoint)
 
     def responded(self) -> None:
         """Records the first output."""
         worker = self.worker
         if worker.fate is not None:
-            self._health.recovered(worker)
-        if self._monitored is not None and worker.detector is not None:
-            worker.detector.first_output(self._monitored, self._health.now())
+            self.health.recovered(worker)
+        if self.monitored is not None and worker.detector is not None:
+            worker.detector.first_output(self.monitored, self.health.now())
         if not worker.circuit.is_closed:
             worker.stalled = False
             worker.circuit.responded()
             log.info("worker.back_off_ended", endpoint=worker.endpoint, workers=ids_of(worker))
-            self._health.reclassify(worker)
+            self.health.reclassify(worker)
 
     def completed(self) -> None:
         """Records that the response is complete."""
         worker = self.worker
         if worker.fate is not None:
-            self._health.recovered(worker)
+            self.health.recovered(worker)
         worker.last_failure = ""
         if worker.circuit.failures:
             worker.circuit.completed()
-            self._health.reclassify(worker)
+            self.health.reclassify(worker)
 
     def failed(self, failure: WorkerFailure) -> None:
         """Records a failure that is the worker's fault."""
-        worker, circuit, now = self.worker, self.worker.circuit, self._health.now()
+        worker, circuit, now = self.worker, self.worker.circuit, self.health.now()
         worker.last_failure = failure.message[:_MAX_FAILURE_TEXT]
         failures = circuit.failures
         circuit.failed(now)
@@ -294,7 +295,7 @@ class WorkerCall:
                 cause=failure.cause,
                 consequence="no new requests while another worker fits",
             )
-        self._health.reclassify(worker)
+        self.health.reclassify(worker)
 
     def watch(self, reconsider: Callable[[], None]) -> None:
         """Calls a function whenever the request may have to leave the worker, until ``end``."""
@@ -305,9 +306,9 @@ class WorkerCall:
         worker = self.worker
         worker.waiting.pop(self, None)
         worker.calls -= 1
-        if self._monitored is not None and worker.detector is not None:
-            worker.detector.ended(self._monitored)
-        if self._is_trial:
+        if self.monitored is not None and worker.detector is not None:
+            worker.detector.ended(self.monitored)
+        if self.is_trial:
             worker.circuit.trial_ended()
         if not worker.registered:
-            self._health.forget_if_gone(worker)
+            self.health.forget_if_gone(worker)
