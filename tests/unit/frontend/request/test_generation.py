@@ -174,5 +174,5 @@ def deaths() -> RequestDeaths:
 
 async def collected(generation: Generation) -> list[int]:
     receiver = Routed()
-    await generation.run(receiver, deadline=Deadline.after(30))
+    await generation.run(receiver, Deadline.after(30))
     return receiver.served_by

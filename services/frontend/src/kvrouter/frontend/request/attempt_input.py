@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
@@ -92,6 +93,10 @@ class AttemptInput:
         self._never = list(self.routing.constraints.excluded_worker_ids)
         """Workers of the pool no attempt may use."""
         self._stop = request.stop_conditions
+        self._earlier_ranks: list[Rank] = []
+        """Ranks of all attempts."""
+        self.since_ns = time.perf_counter_ns()
+        """Arrival of the request, or after a migration, the failure of the worker before."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -112,6 +117,7 @@ class AttemptInput:
 
     def append_output(self, output: bytes) -> None:
         """Puts all output so far, a packed buffer, at the end of the prompt the client sent."""
+        self.since_ns = time.perf_counter_ns()
         self.prompt = self.prompt[: self.client_prompt_tokens * TOKEN_BYTES] + output
         self.hashes = hash_prompt(self.prompt, self._request, self.block_size, known=self.hashes)
         self._stop = remaining(self._request.stop_conditions, len(output) // TOKEN_BYTES)
@@ -180,20 +186,15 @@ class AttemptInput:
         request_id: str,
         booking: LiveBooking,
         selection: SelectWorkerResponse,
-        *,
-        added_us: int,
-        earlier_ranks: Sequence[Rank],
         migrations: int,
         prefill: PrefillStage | None,
     ) -> RoutingInfo:
-        """Returns how an attempt was routed.
+        """Returns how an attempt was routed. To be called once for each attempt.
 
         Args:
             request_id: The client's id of the request.
             booking: The booking of the attempt.
             selection: The decision.
-            added_us: Time since the arrival of the request or the failure of the worker before, microseconds.
-            earlier_ranks: Ranks of the attempts before.
             migrations: Migrations before.
             prefill: The prefill stage; None if the pool is not disaggregated.
         """
@@ -207,7 +208,7 @@ class AttemptInput:
             decision_id=selection.decision_id,
             load_only=selection.load_only,
             routed_on=_ON_LOAD if selection.load_only else _ON_TOKENS,
-            router_us=added_us,
+            router_us=(time.perf_counter_ns() - self.since_ns) // 1000,
             queued_us=selection.queued_us,
             mode=selection.mode,
             model_choice=self.routing.model_choice,
@@ -218,8 +219,8 @@ class AttemptInput:
             routing.kv_source.CopyFrom(selection.kv_source)
         if selection.ignored_overrides:
             routing.ignored_overrides.extend(selection.ignored_overrides)
-        if earlier_ranks:
-            routing.earlier_ranks.extend(earlier_ranks)
+        if self._earlier_ranks:
+            routing.earlier_ranks.extend(self._earlier_ranks)
             routing.migrations = migrations
             routing.inexact_continuation = migrations > 0 and is_inexact(self._request.sampling_options)
         if prefill is not None:
@@ -227,4 +228,5 @@ class AttemptInput:
             routing.prefill_us = prefill.spent_ns // 1000
             if prefill.rank is not None:
                 routing.prefill_rank.CopyFrom(prefill.rank)
+        self._earlier_ranks.append(selection.rank)
         return routing

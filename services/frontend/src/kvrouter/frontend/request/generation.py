@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from functools import cached_property
 from typing import Any
 
@@ -42,9 +42,9 @@ from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.tracing import is_recording, span
-from kvrouter.v1.common_pb2 import BookingKey, Rank, Stage
+from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
@@ -116,7 +116,8 @@ class Generation:
         self._input = AttemptInput(request, prompt, view, is_estimated=is_estimated)
         self._workers = workers
         self._metrics = metrics
-        self._model_metrics = metrics.models.of(view.descriptor.model)
+        self.model_metrics = metrics.models.of(view.descriptor.model)
+        """The metrics of its model."""
         self._budget = budget
         self._deaths = deaths
         self._restart_seconds = restart_seconds
@@ -127,9 +128,8 @@ class Generation:
         """Components that had no worker for the next attempt."""
         self._unserved_worker_ids: list[int] = []
         """Decode workers that failed the request before output, perhaps since their prefill worker had failed."""
-        self._arrived_ns = time.perf_counter_ns()
-        self._since_ns = self._arrived_ns
-        """Arrival of the request, or after a migration, the failure of the worker before."""
+        self.arrived_ns = self._input.since_ns
+        """Arrival of the request, by ``time.perf_counter_ns``."""
         self._arrived_unix_ns = time.time_ns()
         self.output_tokens = 0
         """Output tokens of all attempts that have ended."""
@@ -141,12 +141,11 @@ class Generation:
         """Address of the worker of the latest attempt."""
         self.sent = False
         """Whether a worker has got the prompt and not refused it as full."""
-        self._earlier_ranks: list[Rank] = []
-        """Ranks of all attempts."""
         self._request_id = request.request_id or os.urandom(16).hex()
         self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{os.urandom(4).hex()}"
         self._link = links.link(view.name, self._input.client_hashes, request.conversation_id)
-        self._is_traced = is_recording()
+        self.is_traced = is_recording()
+        """Whether its spans are recorded."""
 
     @cached_property
     def _restart(self) -> RestartWait:
@@ -157,7 +156,7 @@ class Generation:
         if not self._first_output_ns:
             return 0.0, 0.0
         first, last = self._first_output_ns, self._last_output_ns
-        return (first - self._arrived_ns) / 1e9, (last - first) / 1e9
+        return (first - self.arrived_ns) / 1e9, (last - first) / 1e9
 
     def outline(self) -> Outline | None:
         """Returns the request as a recording stores it; None while it has no output."""
@@ -172,11 +171,20 @@ class Generation:
             output_tokens=self.output_tokens,
         )
 
-    def observe_success(self) -> None:
-        """Counts the request as one that has ended successfully now."""
-        self._model_metrics.request_seconds.observe((time.perf_counter_ns() - self._arrived_ns) / 1e9)
+    async def traced(self, running: Awaitable[None]) -> None:
+        """Records ``run`` as a span."""
+        with span("generate") as request_span:
+            if request_span.recording:
+                tokens, most = self._input.client_prompt_tokens, self._request.stop_conditions.max_tokens
+                request_span.set(span_attributes(self._request.model, self._operation, most, tokens))
+                request_span.set({"kvrouter.request_id": self._request_id})
+            try:
+                await running
+            finally:
+                if request_span.recording:
+                    request_span.set({"gen_ai.usage.output_tokens": self.output_tokens})
 
-    def run(self, receiver: OutputReceiver, *, deadline: Deadline) -> Coroutine[Any, Any, None]:
+    async def run(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         """Runs the request to its end. Its output goes to the receiver, in one step from the worker's connection.
 
         Raises:
@@ -184,21 +192,6 @@ class Generation:
             KvRouterError: no worker could be chosen, the worker refused the request, or the worker failed and no
                 further attempt was possible.
         """
-        return self._run_traced(receiver, deadline) if self._is_traced else self._run(receiver, deadline)
-
-    async def _run_traced(self, receiver: OutputReceiver, deadline: Deadline) -> None:
-        with span("generate") as request_span:
-            if request_span.recording:
-                tokens, most = self._input.client_prompt_tokens, self._request.stop_conditions.max_tokens
-                request_span.set(span_attributes(self._request.model, self._operation, most, tokens))
-                request_span.set({"kvrouter.request_id": self._request_id})
-            try:
-                await self._run(receiver, deadline)
-            finally:
-                if request_span.recording:
-                    request_span.set({"gen_ai.usage.output_tokens": self.output_tokens})
-
-    async def _run(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         failure: WorkerFailure | None = None
         for attempt in itertools.count():
             await self._deaths.settle(self._workers.answers, deadline)
@@ -277,7 +270,6 @@ class Generation:
         """Puts the output so far at the end of the prompt of the next attempt."""
         if self._kept is None:
             raise AssertionError("a request without kept output does not migrate")
-        self._since_ns = time.perf_counter_ns()
         self._input.append_output(self._kept.packed())
         self._metrics.migrations.labels(failure.cause).inc()
         log.warning(
@@ -328,16 +320,19 @@ class Generation:
             booking,
             self._link,
             receiver,
-            self._model_metrics,
-            self._since_ns,
+            self.model_metrics,
+            self._input.since_ns,
             kept=self._kept,
             continues=continues,
             handover_us=None if prefill is None else prefill.handover_us,
         )
         try:
-            receiver.routed(self._routing_info(booking, selection))
+            routing = self._input.routing_info(self._request_id, booking, selection, self._budget.migrations, prefill)
+            if not continues:
+                self._metrics.added_seconds.observe((routing.router_us - routing.prefill_us) / 1e6)
+            receiver.routed(routing)
             running = self._run_on_worker(booking, selection, progress, deadline)
-            if self._is_traced:
+            if self.is_traced:
                 return await traced_attempt(running, booking, self._endpoint, progress)
             return await running
         except KvRouterError as error:
@@ -420,23 +415,6 @@ class Generation:
             why = f"the request cannot continue on another worker: {error.message}"
             return failure.as_error(why, has_output=True)
         return error.after(failure.message)
-
-    def _routing_info(self, booking: LiveBooking, selection: SelectWorkerResponse) -> RoutingInfo:
-        added_us = (time.perf_counter_ns() - self._since_ns) // 1000
-        prefill_us = 0 if self._prefill is None else self._prefill.spent_ns // 1000
-        if not self.output_tokens:
-            self._metrics.added_seconds.observe((added_us - prefill_us) / 1e6)
-        routing = self._input.routing_info(
-            self._request_id,
-            booking,
-            selection,
-            added_us=added_us,
-            earlier_ranks=self._earlier_ranks,
-            migrations=self._budget.migrations,
-            prefill=self._prefill,
-        )
-        self._earlier_ranks.append(selection.rank)
-        return routing
 
     async def _run_on_worker(
         self, booking: LiveBooking, selection: SelectWorkerResponse, progress: Progress, deadline: Deadline

@@ -170,13 +170,14 @@ class RequestRunner:
                 is_estimated=is_estimated,
                 operation=operation,
             )
-            await generation.run(receiver, deadline=deadline)
-            generation.observe_success()
+            running = generation.run(receiver, deadline)
+            await (generation.traced(running) if generation.is_traced else running)
             code = "OK"
         except KvRouterError as error:
             code = error.code.name
             raise
         finally:
+            ended_ns = time.perf_counter_ns()
             self._in_flight -= 1
             if deaths is not None:
                 deaths.end(survived=code == "OK")
@@ -191,12 +192,14 @@ class RequestRunner:
                 counted = through.counted_prompt_tokens if through is not None and is_estimated else tokens
                 self._gen_ai.of(operation, known_model).ended(
                     "" if code == "OK" else code,
-                    (time.perf_counter_ns() - began_ns) / 1e9,
+                    (ended_ns - began_ns) / 1e9,
                     counted,
                     0 if generation is None else generation.output_tokens,
                     (0, 0) if generation is None else generation.output_seconds(),
                 )
             if generation is not None:
+                if code == "OK":
+                    generation.model_metrics.request_seconds.observe((ended_ns - generation.arrived_ns) / 1e9)
                 self._note(generation)
 
     def _note(self, generation: Generation) -> None:
