@@ -161,9 +161,7 @@ class AttemptInput:
         for_worker = WorkerServiceGenerateRequest(
             request_id=booking.key.request_id,
             stop_conditions=self._stop,
-            sampling_options=request.sampling_options,
             dp_rank=booking.rank.dp_rank,
-            scope=request.scope,
             stage=_WHOLE,
             attempt=booking.key.attempt,
             priority=request.priority,
@@ -171,6 +169,10 @@ class AttemptInput:
             tracestate=companions.tracestate,
             baggage=companions.baggage,
         )
+        if request.HasField("sampling_options"):
+            for_worker.sampling_options.CopyFrom(request.sampling_options)
+        if request.HasField("scope"):
+            for_worker.scope.CopyFrom(request.scope)
         if transfer_params is not None:
             for_worker.stage = _DECODE
             for_worker.transfer_params.CopyFrom(transfer_params)
