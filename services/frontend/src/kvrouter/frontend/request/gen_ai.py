@@ -7,7 +7,7 @@ not need that package.
 from __future__ import annotations
 
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvrouter.engines.fields import CHATS, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
 from kvrouter.frontend.request.current_choice import named_model
@@ -15,6 +15,9 @@ from kvrouter.runtime.telemetry.histogram import LoopHistogram, Observations
 from kvrouter.runtime.telemetry.metrics import model_label
 from kvrouter.runtime.tracing import Attribute
 from prometheus_client import CollectorRegistry
+
+if TYPE_CHECKING:
+    from kvrouter.frontend.request.generation import Generation
 
 CHAT: Final = "chat"
 TEXT_COMPLETION: Final = "text_completion"
@@ -66,38 +69,30 @@ class RequestMetrics:
         self._input = metrics.usage.of(*labels, "input")
         self._output = metrics.usage.of(*labels, "output")
 
-    def ended(
-        self,
-        error: str,
-        seconds: float,
-        input_tokens: int | None,
-        output_tokens: int,
-        output_seconds: tuple[float, float],
-    ) -> None:
+    def ended(self, error: str, seconds: float, input_tokens: int | None, generation: Generation | None) -> None:
         """Counts a request that has ended.
 
         Args:
             error: Its gRPC code, empty for a success.
             seconds: Its time.
             input_tokens: Number of its prompt tokens; None if that is not known.
-            output_tokens: Number of its output tokens.
-            output_seconds: Times from its arrival to its first token, and from there to its last token.
+            generation: The request; None if it was refused.
         """
         series = self._ended.get(error)
         if series is None:
             series = self._ended[error] = self._request.of(*self._labels, error)
         series.observe(seconds)
-        if not output_tokens:
+        if generation is None or not (output_tokens := generation.output_tokens):
             return
         if input_tokens is not None:
             self._input.observe(input_tokens)
         self._output.observe(output_tokens)
         if error:
             return
-        first_seconds, further_seconds = output_seconds
-        self._first_token.observe(first_seconds)
-        if further_seconds > 0 and output_tokens > 1:
-            self._token.observe(further_seconds / (output_tokens - 1))
+        self._first_token.observe((generation.first_output_ns - generation.arrived_ns) / 1e9)
+        further_ns = generation.last_output_ns - generation.first_output_ns
+        if further_ns and output_tokens > 1:
+            self._token.observe(further_ns / 1e9 / (output_tokens - 1))
 
 
 class GenAiMetrics:

@@ -133,7 +133,8 @@ class Generation:
         self._arrived_unix_ns = time.time_ns()
         self.output_tokens = 0
         """Output tokens of all attempts that have ended."""
-        self._first_output_ns = self._last_output_ns = 0
+        self.first_output_ns = self.last_output_ns = 0
+        """Times of the first and the latest output; 0 before."""
         self._kept = None if budget.migration_refusal() else KeptOutput()
         self._progress: Progress | None = None
         """Progress of the latest attempt."""
@@ -150,13 +151,6 @@ class Generation:
     @cached_property
     def _restart(self) -> RestartWait:
         return RestartWait(0.0 if has_fallback() else self._restart_seconds)
-
-    def output_seconds(self) -> tuple[float, float]:
-        """Returns the times from the arrival to the first output, and from there to the last, in seconds; 0 without."""
-        if not self._first_output_ns:
-            return 0.0, 0.0
-        first, last = self._first_output_ns, self._last_output_ns
-        return (first - self.arrived_ns) / 1e9, (last - first) / 1e9
 
     def outline(self) -> Outline | None:
         """Returns the request as a recording stores it; None while it has no output."""
@@ -341,8 +335,8 @@ class Generation:
             raise self._after(failure, error) from None
         finally:
             self.output_tokens += progress.output_tokens
-            self._first_output_ns = self._first_output_ns or progress.first_output_ns
-            self._last_output_ns = progress.last_output_ns or self._last_output_ns
+            self.first_output_ns = self.first_output_ns or progress.first_output_ns
+            self.last_output_ns = progress.last_output_ns or self.last_output_ns
             progress.end()
             if prefill is not None:
                 prefill.end(fetched=progress.output_tokens > 0)

@@ -194,8 +194,7 @@ class RequestRunner:
                     "" if code == "OK" else code,
                     (ended_ns - began_ns) / 1e9,
                     counted,
-                    0 if generation is None else generation.output_tokens,
-                    (0, 0) if generation is None else generation.output_seconds(),
+                    generation,
                 )
             if generation is not None:
                 if code == "OK":
