@@ -37,6 +37,8 @@ def encode_with_prompt(request: WorkerServiceGenerateRequest, prompt: bytes) -> 
 
 
 _HASH_BYTES = 8
+_SHARED = Scope()
+"""The scope of blocks that all requests share."""
 
 
 def hash_prompt(
@@ -47,7 +49,9 @@ def hash_prompt(
     ``known`` has the hashes of the first blocks, which are not hashed again.
     """
     blocks = len(known) // _HASH_BYTES
-    scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
+    scope = _SHARED
+    if request.HasField("scope"):
+        scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
     multimodal = content_in_blocks(request.multimodal_hashes, block_size) if request.multimodal_hashes else []
     if blocks:
         multimodal = [(block - blocks, content_hash) for block, content_hash in multimodal if block >= blocks]

@@ -35,10 +35,9 @@ def routing_request(
 
     ``is_estimated``: whether the number of prompt tokens is an estimate.
     """
-    sampling, descriptor = request.sampling_options, view.descriptor
+    descriptor = view.descriptor
     routing = RoutingRequest(
         model=request.model,
-        component=descriptor.component,
         prompt_tokens=prompt_tokens,
         block_size=descriptor.block_size,
         conversation_id=request.conversation_id,
@@ -46,9 +45,10 @@ def routing_request(
         expected_output_tokens=(request.expected_output_tokens if request.HasField("expected_output_tokens") else None),
         max_output_tokens=request.stop_conditions.max_tokens,
         length_is_estimated=is_estimated,
-        sequences=sampling.n if sampling.n > 1 else None,
         model_choice=choice_text(),
     )
+    # Not passed above: a message in the arguments of another is encoded and decoded.
+    routing.component.CopyFrom(descriptor.component)
     set_local_hashes(routing.local_hashes, local_hashes)
     media = request.multimodal_hashes
     if media and (unindexed := [item for item in media if item.unindexed]):
@@ -59,9 +59,13 @@ def routing_request(
         routing.overrides.CopyFrom(request.overrides)
     if request.HasField("constraints"):
         routing.constraints.CopyFrom(request.constraints)
-    if sampling.HasField("structured_output"):
-        unable = (worker.worker_id for worker in view.workers.values() if not worker.serves_structured_output)
-        routing.constraints.excluded_worker_ids.extend(unable)
+    if request.HasField("sampling_options"):
+        sampling = request.sampling_options
+        if sampling.n > 1:
+            routing.sequences = sampling.n
+        if sampling.HasField("structured_output"):
+            unable = (worker.worker_id for worker in view.workers.values() if not worker.serves_structured_output)
+            routing.constraints.excluded_worker_ids.extend(unable)
     return routing
 
 
@@ -160,7 +164,6 @@ class AttemptInput:
         companions = trace_context.companions()
         for_worker = WorkerServiceGenerateRequest(
             request_id=booking.key.request_id,
-            stop_conditions=self._stop,
             dp_rank=booking.rank.dp_rank,
             stage=_WHOLE,
             attempt=booking.key.attempt,
@@ -169,6 +172,7 @@ class AttemptInput:
             tracestate=companions.tracestate,
             baggage=companions.baggage,
         )
+        for_worker.stop_conditions.CopyFrom(self._stop)
         if request.HasField("sampling_options"):
             for_worker.sampling_options.CopyFrom(request.sampling_options)
         if request.HasField("scope"):
@@ -202,8 +206,6 @@ class AttemptInput:
         """
         routing = RoutingInfo(
             request_id=request_id,
-            rank=selection.rank,
-            component=selection.component,
             attempt=booking.key.attempt,
             predicted_overlap_blocks=selection.overlap_blocks,
             prompt_blocks=selection.prompt_blocks,
@@ -215,6 +217,8 @@ class AttemptInput:
             mode=selection.mode,
             model_choice=self.routing.model_choice,
         )
+        routing.rank.CopyFrom(selection.rank)
+        routing.component.CopyFrom(selection.component)
         if selection.HasField("lower_blocks"):
             routing.predicted_lower_blocks.CopyFrom(selection.lower_blocks)
         if selection.HasField("kv_source"):
