@@ -1,8 +1,8 @@
 """Coalesces timers, so that idle processes wake less often.
 
 To wake an idle process costs more than most of its timers and messages do. Timers that may end early or late end at
-multiples of their interval on the monotonic clock; constant intervals are multiples of ``TICK_SECONDS``. Periodic
-messages of workers are sent at multiples of 100 ms on the wall clock.
+multiples of their interval, and constant intervals are multiples of ``TICK_SECONDS``, at multiples of which periodic
+messages are sent. Multiples are those of the wall clock, as it was when the process started: processes share them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,14 @@ import time
 TICK_SECONDS = 0.2
 _LEAST_SHARE = 0.25
 """Least part of an interval to wait."""
+_LEAST_SECONDS = 5 * TICK_SECONDS
+"""Shortest interval between messages to align."""
+_WALL_CLOCK_MS = round(1000 * (time.time() - time.monotonic()))
+
+
+def _now() -> float:
+    # In whole milliseconds, as event loops count: timers for one moment end in one of them.
+    return (int(1000 * time.monotonic()) + _WALL_CLOCK_MS) / 1000
 
 
 def seconds_to_tick(seconds: float) -> float:
@@ -21,7 +29,7 @@ def seconds_to_tick(seconds: float) -> float:
 
     It is at least a quarter of the interval, since a timer may be early, and work that it started may be late.
     """
-    now = time.monotonic()
+    now = _now()
     return (math.floor(now / seconds + _LEAST_SHARE) + 1) * seconds - now
 
 
@@ -30,19 +38,13 @@ async def tick(seconds: float) -> None:
     await asyncio.sleep(seconds_to_tick(seconds))
 
 
-_SEND_SECONDS = 0.1
-"""Processes send their periodic messages at multiples of it."""
-_LEAST_SECONDS = 5 * _SEND_SECONDS
-"""Shortest interval to align."""
-
-
 def seconds_to_send(seconds: float) -> float:
-    """Returns an interval between periodic messages, rounded to end at a multiple of 100 ms on the wall clock.
+    """Returns an interval between periodic messages, rounded to end at a multiple of ``TICK_SECONDS``.
 
     Messages of thousands of idle workers arrive together then, and wake their receivers less often. Intervals below
-    500 ms stay as they are.
+    a second stay as they are.
     """
     if seconds < _LEAST_SECONDS:
         return seconds
-    latest = time.time() + seconds + _SEND_SECONDS / 2
-    return seconds + _SEND_SECONDS / 2 - latest % _SEND_SECONDS
+    latest = _now() + seconds + TICK_SECONDS / 2
+    return seconds + TICK_SECONDS / 2 - latest % TICK_SECONDS

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from kvrouter.net import ticks
 from kvrouter.runtime.telemetry import metrics
 from kvrouter.runtime.telemetry.metrics import PERIOD_S, lateness
 
@@ -18,6 +19,7 @@ async def test_each_interval_is_measured_once(monkeypatch: pytest.MonkeyPatch, l
         assert 0 < seconds < 2 * PERIOD_S
         now += seconds + late
 
+    monkeypatch.setattr(ticks, "_now", lambda: now)
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(metrics, "asyncio", SimpleNamespace(sleep=sleep))
     measurements = lateness()

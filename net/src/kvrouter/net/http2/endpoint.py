@@ -11,6 +11,7 @@ from typing import ClassVar, cast
 
 from kvrouter.net.budgets import loop_budget
 from kvrouter.net.http2.options import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
+from kvrouter.net.ticks import seconds_to_send
 
 _CHECK_SECONDS = KEEPALIVE_TIMEOUT_MS / 1000
 _CHECKS_TO_PING = KEEPALIVE_MS // KEEPALIVE_TIMEOUT_MS
@@ -151,6 +152,4 @@ class Endpoint(asyncio.Protocol):
         self._check_later()
 
     def _check_later(self) -> None:
-        # Rounded, so that the checks of many connections wake the process together.
-        step = _CHECK_SECONDS / 10
-        self._check = self._loop.call_at(round(self._loop.time() / step) * step + _CHECK_SECONDS, self._check_heard)
+        self._check = self._loop.call_later(seconds_to_send(_CHECK_SECONDS), self._check_heard)

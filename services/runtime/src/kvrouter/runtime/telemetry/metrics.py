@@ -17,7 +17,7 @@ from kvrouter import core
 from kvrouter.net.budgets import TokenBucket
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.rpc.peer_conduct import EvictableCalls
-from kvrouter.net.ticks import TICK_SECONDS
+from kvrouter.net.ticks import TICK_SECONDS, seconds_to_tick
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import ServiceSettings
 from kvrouter.runtime.http_connections import nobody
@@ -178,12 +178,10 @@ _BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 async def lateness() -> AsyncIterator[float]:
     """Yields every ``PERIOD_S`` how many seconds late a timer of the event loop was."""
-    tick = 0
     while True:
-        # At multiples of the interval, so that all measurements of a process share a wake-up. A timer may be early.
-        tick = max(tick, int(time.monotonic() / PERIOD_S)) + 1
-        due = tick * PERIOD_S
-        await asyncio.sleep(due - time.monotonic())
+        seconds = seconds_to_tick(PERIOD_S)
+        due = time.monotonic() + seconds
+        await asyncio.sleep(seconds)
         yield max(0.0, time.monotonic() - due)
 
 
