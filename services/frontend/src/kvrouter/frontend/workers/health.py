@@ -97,8 +97,9 @@ class WorkerHealth:
                     migrating[registration.endpoint] = drain.migrate_unix_ns
         for endpoint, registrations in registered.items():
             worker = self._workers.get(endpoint) or self._add(endpoint)
-            self._identify(worker, registrations)
-            worker.registered = registrations
+            if registrations != worker.registered:
+                self._identify(worker, registrations)
+                worker.registered = registrations
             worker.migrate_unix_ns = migrating.get(endpoint, 0)
             worker.leaving = worker.leaving and worker.migrate_unix_ns > 0
         live = {(name, each.worker_id) for found in registered.values() for name, each in found}
@@ -274,7 +275,7 @@ class WorkerHealth:
     def answered(self, endpoint: str) -> None:
         """Records that a worker answered a probe or sent something."""
         worker = self._workers.get(endpoint)
-        if worker is None:
+        if worker is None or not (worker.missed or endpoint in self._unhealthy):
             return
         if worker.suspected:
             log.info("worker.recovered", endpoint=endpoint, workers=ids_of(worker), missed_probes=worker.missed)

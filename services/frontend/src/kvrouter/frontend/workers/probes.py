@@ -10,7 +10,6 @@ Listed servers that have only an OpenAI API are not probed here: their discovery
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections import OrderedDict
 from functools import partial
@@ -203,12 +202,13 @@ class WorkerProbes:
         """Returns the addresses of at most ``count`` idle workers to probe now, those that waited longest first."""
         again = now + max(self._interval, len(self._next_probe) / _IDLE_PROBES_PER_SECOND)
         due: list[str] = []
-        while len(due) < count:
-            endpoint, at = next(iter(self._next_probe.items()), ("", math.inf))
+        while self._next_probe and len(due) < count:
+            endpoint, at = self._next_probe.popitem(last=False)
             if at > now:
+                self._next_probe[endpoint] = at
+                self._next_probe.move_to_end(endpoint, last=False)
                 break
             self._next_probe[endpoint] = again
-            self._next_probe.move_to_end(endpoint)
             if endpoint not in self._asking and not self._health.is_watched(endpoint):
                 due.append(endpoint)
         return due
@@ -225,12 +225,13 @@ class WorkerProbes:
     def _take_pong(self, group: asyncio.TaskGroup, endpoint: str, pong: asyncio.Future[bool]) -> None:
         if self._asking.get(endpoint) is not pong:
             return  # A task asks meanwhile, and waits for the same answer.
-        if not pong.cancelled() and not pong.result():
-            self._asking[endpoint] = group.create_task(self._ask(endpoint))
-            return
-        self._end(endpoint)
-        if not pong.cancelled():
+        if pong.cancelled():
+            self._end(endpoint)
+        elif pong.result():
+            self._end(endpoint)
             self._answered(endpoint)
+        else:
+            self._asking[endpoint] = group.create_task(self._ask(endpoint))
 
     def _end(self, endpoint: str) -> None:
         del self._asking[endpoint]
