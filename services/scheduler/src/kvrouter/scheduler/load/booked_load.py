@@ -146,8 +146,8 @@ class BookedLoad:
     def load_by_rank(self) -> dict[Rank, RankLoad]:
         """Returns the load of every rank with a registration or bookings, for display."""
         known, packed = self._sequences.loads()
-        loads = Loads(packed, self.clock())
-        return {rank: loads.of(place) for place, rank in enumerate(known)}
+        rows = Loads(packed, self.clock()).rows[:-1].T.tolist()
+        return {rank: RankLoad(*row) for rank, row in zip(known, rows, strict=True)}
 
     def _places_in(self, known: tuple[Rank, ...]) -> NDArray[np.intp] | None:
         """Returns the indexes of the registered ranks among those known to the core; None if they all are.

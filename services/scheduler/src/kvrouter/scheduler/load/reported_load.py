@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import structlog
 from kvrouter.core import Rank
@@ -22,8 +23,6 @@ from numpy.typing import NDArray
 log = structlog.get_logger(component="scheduler")
 
 _LARGEST = (1 << 63) - 1
-_AT_LEAST_ONE = ("total_blocks", "sequence")
-"""Fields that are above 0 if they are set."""
 _EXPECTED = {
     "unparsable": "an encoded LoadReport",
     "invalid": "total_blocks and sequence of 1 or more, or unset, received 0",
@@ -42,7 +41,7 @@ class Reported(NamedTuple):
     prefill_tokens: Column
 
 
-class _Arrived(NamedTuple):
+class _Arrived(msgspec.Struct, frozen=True):
     report: LoadReport
     at: float
     """Time of its arrival, seconds."""
@@ -74,7 +73,11 @@ class LoadReports:
         """Replaces the registered ranks and their incarnations, in the order of the columns."""
         self._registered = dict(registered)
         self._places = {rank: place for place, rank in enumerate(self._registered)}
-        self._reports = {rank: entry for rank, entry in self._reports.items() if self._is_current(rank, entry.report)}
+        self._reports = {
+            rank: entry
+            for rank, entry in self._reports.items()
+            if rank in self._registered and entry.report.incarnation >= self._registered[rank]
+        }
         count = len(self._places)
         self._shares, self._prefill_tokens = np.zeros(count), np.zeros(count, np.int64)
         self._others = np.zeros(count, np.int64)
@@ -92,13 +95,16 @@ class LoadReports:
             report = decode_message(LoadReport, encoded)
         except Undecodable:
             return "unparsable"
-        if any(report.HasField(field) and not getattr(report, field) for field in _AT_LEAST_ONE):
+        if (not report.total_blocks and report.HasField("total_blocks")) or (
+            not report.sequence and report.HasField("sequence")
+        ):
             return "invalid"
         rank = rank_of(report)
-        if rank not in self._registered:
+        registered = self._registered.get(rank)
+        if registered is None:
             return "unknown_rank"
         before = self._reports.get(rank)
-        if not self._is_current(rank, report) or (before is not None and self._is_outrun(report, before, now)):
+        if report.incarnation < registered or (before is not None and self._is_outrun(report, before, now)):
             return "old"
         others = max(0, report.running_requests + report.waiting_requests - self._most_booked(rank))
         self._reports[rank] = arrived = _Arrived(report, now, others)
@@ -134,17 +140,13 @@ class LoadReports:
         self._others[place] = arrived.others
         self._heard[place] = arrived.at
 
-    def _is_current(self, rank: Rank, report: LoadReport) -> bool:
-        incarnation = self._registered.get(rank)
-        return incarnation is not None and report.incarnation >= incarnation
-
     def _is_outrun(self, report: LoadReport, arrived: _Arrived, now: float) -> bool:
         """Returns whether a report is older than an arrived one.
 
         Of different incarnations the registered one counts; another one counts only after it has fallen silent.
         Within an incarnation the sequence decides where both reports have one, because clocks can be set back.
         """
-        before, arrived_at, _ = arrived
+        before, arrived_at = arrived.report, arrived.at
         if report.incarnation != before.incarnation:
             registered = self._registered.get(rank_of(report))
             return registered == before.incarnation and now - arrived_at <= self._max_age
