@@ -234,7 +234,7 @@ def _counts(system: System) -> dict[_Key, _Counts]:
 def _since(before: dict[_Key, _Counts], now: dict[_Key, _Counts]) -> _Counts:
     nothing: _Counts = (0, 0, 0, 0, 0)
     total = nothing
-    for key, counts in now.items():
+    for key, counts in now.items() - before.items():
         old = before.get(key, nothing)
         # The counts of a rank that had left start from 0 again.
         start = old if all(o <= c for o, c in zip(old, counts, strict=True)) else nothing

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 from kvrouter.runtime.overview.system import Rank, System, name_of, rank_of
@@ -20,6 +21,7 @@ _Sums = tuple[int, ...]
 tokens and predicted ones by tier below device memory."""
 TIERS = {"host": "in host memory", "disk": "on disk", "shared": "in shared storage"}
 """Tiers below device memory, each as it is shown."""
+_by_tier = attrgetter(*TIERS)
 _NONE: _Sums = (0,) * (5 + 2 * len(TIERS))
 
 _TOLERANCE = 0.1
@@ -120,8 +122,8 @@ def _of(hit_rates: HitCounts) -> _Sums:
         hit_rates.predicted_prompt_tokens,
         hit_rates.predicted_cached_tokens,
         hit_rates.reachable_cached_tokens,
-        *(getattr(hit_rates.lower_cached_tokens, tier) for tier in TIERS),
-        *(getattr(hit_rates.predicted_lower_tokens, tier) for tier in TIERS),
+        *_by_tier(hit_rates.lower_cached_tokens),
+        *_by_tier(hit_rates.predicted_lower_tokens),
     )
 
 
