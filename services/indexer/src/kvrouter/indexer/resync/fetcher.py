@@ -119,8 +119,8 @@ class Resync:
         if worker is None:
             return None
         try:
-            async with self.slots, worker_at(worker.endpoint, self.tls) as stub:
-                return await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
+            async with self.slots:
+                return await fetch_state(worker_at(worker.endpoint, self.tls), rank, Deadline.after(_STATE_SECONDS))
         except Exception as error:
             self._log.warning(
                 "worker.unreachable", worker_id=rank[0], dp_rank=rank[1], error=str(error), exc_info=_defect(error)
@@ -205,24 +205,24 @@ class Resync:
         cursor = start.cursor
         if worker is None:
             return _Outcome.FAILED
-        async with worker_at(worker.endpoint, self.tls) as stub:
-            if cursor is not None and not start.is_partial and reason in _LACK_EVENTS:
-                batches = await fetch_events(stub, rank, cursor, Deadline.after(_EVENTS_SECONDS))
-                if (
-                    batches is not None
-                    and self.requests.is_still(rank, worker)
-                    and await self._index_repair.apply_fetched(rank, batches)
-                ):
-                    refuted = await self._index_repair.confirm_rank(
-                        rank, cursor[0], reason, start.claims, news=bool(batches)
-                    )
-                    if batches:
-                        self.refetches += 1
-                        self._log.info("resync.events_fetched", worker_id=rank[0], dp_rank=rank[1], reason=reason)
-                    return _outcome(reason, founded=bool(batches) and not refuted)
-            if not self._resync_queue.may_fetch_state(rank, time.monotonic()) and not forced:
-                return _Outcome.POSTPONED
-            dump = await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
+        stub = worker_at(worker.endpoint, self.tls)
+        if cursor is not None and not start.is_partial and reason in _LACK_EVENTS:
+            batches = await fetch_events(stub, rank, cursor, Deadline.after(_EVENTS_SECONDS))
+            if (
+                batches is not None
+                and self.requests.is_still(rank, worker)
+                and await self._index_repair.apply_fetched(rank, batches)
+            ):
+                refuted = await self._index_repair.confirm_rank(
+                    rank, cursor[0], reason, start.claims, news=bool(batches)
+                )
+                if batches:
+                    self.refetches += 1
+                    self._log.info("resync.events_fetched", worker_id=rank[0], dp_rank=rank[1], reason=reason)
+                return _outcome(reason, founded=bool(batches) and not refuted)
+        if not self._resync_queue.may_fetch_state(rank, time.monotonic()) and not forced:
+            return _Outcome.POSTPONED
+        dump = await fetch_state(stub, rank, Deadline.after(_STATE_SECONDS))
         if not self.requests.is_still(rank, worker):
             # The worker registered again during the call: this answer is of the former process.
             return _Outcome.FAILED

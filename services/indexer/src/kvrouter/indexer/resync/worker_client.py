@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import aclosing
 from typing import cast
 
 from kvrouter.core import Rank
@@ -29,11 +29,13 @@ class StateTooLarge(Exception):
     """Raised when a worker sends more than 1 GiB for one rank."""
 
 
-@asynccontextmanager
-async def worker_at(endpoint: str, tls: Tls | None = None) -> AsyncIterator[Worker]:
-    """Opens a channel to the worker at ``host:port``, and yields its stub."""
-    async with open_channel(endpoint, tls=tls, role="worker", max_message_bytes=_MAX_PART_BYTES) as channel:
-        yield cast(Worker, remote(_DESCRIPTOR, channel))
+def worker_at(endpoint: str, tls: Tls | None = None) -> Worker:
+    """Returns a stub of the worker at ``host:port``, whose channel is closed when nothing refers to it any more.
+
+    Each call cancels itself when it is given up. For such calls, gRPC's ``close`` would search every task's stack.
+    """
+    channel = open_channel(endpoint, tls=tls, role="worker", max_message_bytes=_MAX_PART_BYTES)
+    return cast(Worker, remote(_DESCRIPTOR, channel))
 
 
 async def fetch_events(worker: Worker, rank: Rank, cursor: tuple[int, int], deadline: Deadline) -> list[bytes] | None:
