@@ -227,7 +227,7 @@ async def test_an_invalid_message_is_left_to_the_thread_that_reports_it() -> Non
 @native
 async def test_a_long_delivery_is_left_to_the_thread() -> None:
     assert (
-        state().events.apply_at_once([message(stored(number, [number + 1], [number + 1])) for number in range(17)]) == 0
+        state().events.apply_at_once([message(stored(number, [number + 1], [number + 1])) for number in range(33)]) == 0
     )
 
 

@@ -26,7 +26,7 @@ from kvrouter.net.decoding import Quarantine, Undecodable
 log = structlog.get_logger(component="indexer")
 
 _QUARANTINED_MESSAGES = 64
-_AT_ONCE_MESSAGES = 16
+_AT_ONCE_MESSAGES = 32
 _QUARANTINED_BYTES = 4096  # per message: enough to recognise it
 
 
