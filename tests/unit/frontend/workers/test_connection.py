@@ -159,7 +159,7 @@ async def test_a_worker_that_stops_is_probed_on_the_stream_of_its_last_calls(mon
             await asyncio.sleep(0.01)
     assert await connection.probe() is Probe.ANSWERED
     monkeypatch.setattr("kvrouter.frontend.workers.connection._PING_SECONDS", 0.01)
-    monkeypatch.setattr(connection._stream, "ping", asyncio.get_running_loop().create_future)
+    monkeypatch.setattr(connection, "ping", asyncio.get_running_loop().create_future)
     assert await connection.probe() is Probe.SILENT, "as if it were frozen"
     assert not receiver.error.done()
     await connection.close()

@@ -80,6 +80,8 @@ class WorkerConnection:
         self._stream = call_stream_client(
             endpoint, client_name=client_name, tls=tls, role="worker", counts=counts, ends_when_silent=False
         )
+        self.ping = self._stream.ping
+        """Pings the worker's event loop on its open call stream; see ``CallStreamClient.ping``."""
         self._streaming: asyncio.Task[None] | None = None
         self._reading: set[asyncio.Task[None]] = set()
         self._pending = 0
@@ -146,13 +148,6 @@ class WorkerConnection:
             return True
         finally:
             self._pending -= 1
-
-    def ping(self) -> asyncio.Future[bool] | None:
-        """Pings the worker's event loop on its open call stream; None if it cannot be asked this way.
-
-        The result is whether it answered before the stream ended.
-        """
-        return self._stream.ping()
 
     async def probe(self) -> Probe:
         """Checks the worker's health, by a ping on its call stream if it answers such.
