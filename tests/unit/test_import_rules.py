@@ -76,7 +76,7 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "etcd": ("backoff", "decoding", "logs", "secret_files", "tls"),
         "nats": ("budgets", "logs", "secret_files", "tls"),
         "local": ("etcd",),
-        "http2": ("budgets", "logs", "tls"),
+        "http2": ("budgets", "logs", "ticks", "tls"),
         "calls": ("backoff", "budgets", "http2", "logs", "ticks", "tls", "wire_format"),
         "auth": ("calls", "http2", "logs", "secret_files", "tls"),
         "rpc": ("budgets", "calls", "http2", "logs", "tls", "trace_context"),
