@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import pytest
-from kvrouter.frontend.edge.completion_request import CompletionRequest
+from kvrouter.frontend.edge.completion_request import parse_completion
 from kvrouter.frontend.edge.event_stream import EventStream
+from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.text_responses import CompletionStream
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.output import DetailedOutput, Output
@@ -83,7 +84,10 @@ class Client:
 
 def stream(client: Client, **fields: Any) -> CompletionStream:
     body = json.dumps({"model": 'a "model"', "prompt": [1, 2, 3], "stream": True, **fields}).encode()
-    begun = CompletionStream(CompletionRequest.parse(body, max_prompt_tokens=100), cast(EventStream, client))
+    request = parse_completion(body, max_prompt_tokens=100)
+    assert request.plain_prompt is not None
+    frame = ResponseFrame(request, None, [request.plain_prompt.token_ids])
+    begun = CompletionStream(frame, cast(EventStream, client))
     begun.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=5), mode="kv", routed_on=RoutedOn.ROUTED_ON_TOKENS))
     return begun
 

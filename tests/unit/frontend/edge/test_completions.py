@@ -9,29 +9,42 @@ from typing import Any
 
 import pytest
 from kvrouter.frontend.access.body_room import BodyTooLarge
-from kvrouter.frontend.edge.completion_request import CompletionRequest
-from kvrouter.frontend.edge.frame import describe_routing, routing_headers
-from kvrouter.frontend.edge.text_request import TextPrompt
+from kvrouter.frontend.edge.completion_request import parse_completion
+from kvrouter.frontend.edge.frame import ResponseFrame, describe_routing, routing_headers
+from kvrouter.frontend.edge.text_request import TextPrompt, TextRequest
 from kvrouter.frontend.edge.text_responses import WholeCompletion
-from kvrouter.frontend.edge.token_list import encode_token_ids
+from kvrouter.frontend.edge.token_list import TokenPrompt, encode_token_ids
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.v1.common_pb2 import KvSource, Rank, Tier
 from kvrouter.v1.errors import BadRequest, PromptTooLong
-from kvrouter.v1.frontend_pb2 import RoutingInfo
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
 
-def parse(**body: Any) -> CompletionRequest:
+def parse(**body: Any) -> TextRequest:
     return read(json.dumps({"model": "m", "prompt": [1, 2, 3], **body}).encode())
 
 
-def read(body: bytes, *, limit: int = 1000) -> CompletionRequest:
-    return CompletionRequest.parse(body, max_prompt_tokens=limit)
+def read(body: bytes, *, limit: int = 1000) -> TextRequest:
+    return parse_completion(body, max_prompt_tokens=limit)
 
 
-def token_ids(request: CompletionRequest) -> list[int]:
-    return array("I", request.prompt.token_ids).tolist()
+def prompt_of(request: TextRequest) -> TokenPrompt:
+    assert request.plain_prompt is not None
+    return request.plain_prompt
+
+
+def token_ids(request: TextRequest) -> list[int]:
+    return array("I", prompt_of(request).token_ids).tolist()
+
+
+def generated(request: TextRequest) -> FrontendServiceGenerateRequest:
+    return request.fields.generate_request(request.max_tokens or 0)
+
+
+def collector(request: TextRequest) -> WholeCompletion:
+    return WholeCompletion(ResponseFrame(request, None, [prompt_of(request).token_ids]))
 
 
 def test_fields_reach_the_contract() -> None:
@@ -45,7 +58,7 @@ def test_fields_reach_the_contract() -> None:
         router_config_override={"overlap_score_weight": 2.0, "active_prefill_tokens_threshold": 9},
     )
     assert token_ids(completion) == [1, 2, 3]
-    request = completion.to_generate()
+    request = generated(completion)
     assert request.stop_conditions.max_tokens == 7
     assert list(request.stop_conditions.stop_token_ids) == [9]
     assert request.sampling_options.temperature == 0.5
@@ -106,14 +119,13 @@ def test_fields_at_their_defaults_ask_for_nothing() -> None:
         response_format={"type": "text"},
         user="u",
     )
-    assert completion.is_plain
-    assert completion.to_generate().stop_conditions.max_tokens == 16
+    assert completion.plain_prompt is not None
+    assert generated(completion).stop_conditions.max_tokens == 16
 
 
 def test_a_list_of_prompts_may_have_texts_and_token_ids() -> None:
-    completion = parse(prompt=[[1, 2], 'a "text" [é]', [3]], n=2)
-    assert not completion.is_plain
-    request = completion.to_text_request()
+    request = parse(prompt=[[1, 2], 'a "text" [é]', [3]], n=2)
+    assert request.plain_prompt is None
     assert [prompt.field for prompt in request.prompts] == ["prompt", "prompt.1", "prompt"]
     assert isinstance(request.prompts[1], TextPrompt)
     assert request.prompts[1].text == 'a "text" [é]'
@@ -139,8 +151,8 @@ USAGE = {
 }
 
 
-def whole(request: CompletionRequest) -> Any:
-    completion = WholeCompletion(request)
+def whole(request: TextRequest) -> Any:
+    completion = collector(request)
     completion.routed(ROUTING)
     for piece in PIECES:
         completion.output(piece)
@@ -150,7 +162,7 @@ def whole(request: CompletionRequest) -> Any:
 def test_usage_tells_the_tiers_of_cached_tokens() -> None:
     found = GenerateOutput(token_ids=[10], cached_tokens=48)
     found.lower_cached_tokens.host, found.lower_cached_tokens.shared = 16, 32
-    completion = WholeCompletion(parse())
+    completion = collector(parse())
     completion.routed(ROUTING)
     completion.output(DetailedOutput.of(found))
     details = json.loads(completion.body())["usage"]["prompt_tokens_details"]
@@ -190,7 +202,7 @@ def test_the_prompt_is_returned_only_on_request() -> None:
 
 
 def test_cached_tokens_that_are_not_reported_are_unknown() -> None:
-    completion = WholeCompletion(parse())
+    completion = collector(parse())
     completion.routed(ROUTING)
     completion.output(PIECES[1])
     assert json.loads(completion.body())["usage"]["prompt_tokens_details"] is None
@@ -264,18 +276,17 @@ def test_a_long_prompt_comes_whole(layout: dict[str, Any]) -> None:
     prompt = [(token * 7919) % (1 << 32) for token in range(MANY)]
     request = read(json.dumps({"model": "m", "prompt": prompt}, **layout).encode(), limit=MANY)
     assert token_ids(request) == prompt
-    assert json.loads(bytes(request.prompt.as_json())) == prompt
-    assert b"\n" not in bytes(request.prompt.as_json())
-    assert json.loads(bytes(encode_token_ids(request.prompt.token_ids))) == prompt
+    assert json.loads(bytes(prompt_of(request).as_json())) == prompt
+    assert b"\n" not in bytes(prompt_of(request).as_json())
+    assert json.loads(bytes(encode_token_ids(prompt_of(request).token_ids))) == prompt
 
 
 def test_white_space_within_a_prompt_is_passed_over() -> None:
     gap = " " * (1 << 18)
-    assert read(f'{{"model": "m", "prompt": [{gap}1{gap},2{gap}]}}'.encode()).prompt.token_ids == struct.pack(
-        "<2I", 1, 2
-    )
-    assert bytes(read(f'{{"model": "m", "prompt": [{gap}1{gap}]}}'.encode()).prompt.as_json()) == b"[1]"
-    assert read(b'{"model": "m", "prompt": [ ]}').prompt.token_ids == b""
+    request = read(f'{{"model": "m", "prompt": [{gap}1{gap},2{gap}]}}'.encode())
+    assert prompt_of(request).token_ids == struct.pack("<2I", 1, 2)
+    assert bytes(prompt_of(read(f'{{"model": "m", "prompt": [{gap}1{gap}]}}'.encode())).as_json()) == b"[1]"
+    assert prompt_of(read(b'{"model": "m", "prompt": [ ]}')).token_ids == b""
 
 
 def test_a_prompt_beyond_the_limit_is_refused_with_its_length() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from kvrouter.frontend.edge.chat_request import ChatFields, parse_chat
-from kvrouter.frontend.edge.completion_request import CompletionFields, CompletionRequest
+from kvrouter.frontend.edge.completion_request import CompletionFields, parse_completion
 from kvrouter.frontend.edge.request_fields import OnlyDefault
 from kvrouter.v1.errors import BadRequest
 from openai.types import completion_create_params
@@ -135,10 +135,7 @@ NESTED_NULLS: dict[str, Any] = {
 def generated(kind: str, body: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the request to the Scheduler and the worker: what the worker gets of it, and the rest."""
     encoded = json.dumps(body).encode()
-    if kind == "chat":
-        request = parse_chat(encoded)
-    else:
-        request = CompletionRequest.parse(encoded, max_prompt_tokens=100).to_text_request()
+    request = parse_chat(encoded) if kind == "chat" else parse_completion(encoded, max_prompt_tokens=100)
     message = request.fields.generate_request(request.max_tokens or 1)
     sampling, stop = message.sampling_options.SerializeToString(), message.stop_conditions.SerializeToString()
     message.ClearField("sampling_options")

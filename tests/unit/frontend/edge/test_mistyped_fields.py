@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from kvrouter.frontend.edge.chat_request import ChatFields, parse_chat
-from kvrouter.frontend.edge.completion_request import CompletionFields, CompletionRequest
-from kvrouter.frontend.edge.request_fields import SharedFields
+from kvrouter.frontend.edge.completion_request import CompletionFields, parse_completion
 from kvrouter.frontend.request.request_checks import Limits, check_request
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
@@ -54,13 +53,8 @@ WRITTEN_AS = {
 def check(kind: str, body: dict[str, Any], model: ModelText) -> None:
     """Does with a body what a request does before anything is booked."""
     encoded = json.dumps(body).encode()
-    fields: SharedFields
-    if kind == "chat":
-        chat = parse_chat(encoded)
-        fields, prompts, limit = chat.fields, chat.prompts, 5 if chat.max_tokens is None else chat.max_tokens
-    else:
-        parsed = CompletionRequest.parse(encoded, max_prompt_tokens=10_000)
-        fields, prompts, limit = parsed.fields, parsed.prompts, parsed.max_tokens
+    request = parse_chat(encoded) if kind == "chat" else parse_completion(encoded, max_prompt_tokens=10000)
+    fields, prompts, limit = request.fields, request.prompts, 5 if request.max_tokens is None else request.max_tokens
     for prompt in prompts:
         tokens = completed(prompt.slices(model, 10_000))
         if tokens:

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 from kvrouter.frontend.edge.request_fields import SharedFields
-from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt
+from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_runner import prepare
-from kvrouter.frontend.edge.token_list import Prompt as TokenList
+from kvrouter.frontend.edge.token_list import TokenPrompt
 from kvrouter.frontend.request.request_checks import Limits
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.text.client_work import Slices, completed
@@ -91,7 +91,7 @@ async def test_a_constrained_text_needs_one_pool_that_constrains_outputs_and_fit
 
 
 async def test_the_text_of_token_ids_that_the_response_repeats_comes_from_a_thread() -> None:
-    prompts: list[PromptSource] = [TokenPrompt(TokenList.parse(b"[1,2]", limit=10, field="prompt"))]
+    prompts: list[PromptSource] = [TokenPrompt(b"[1,2]", limit=10)]
     request = TextRequest(SharedFields(model="m"), prompts, max_tokens=1, is_chat=False, echo=True)
     prepared = await prepare(models(pool("one", workers=1, longest=100)), LIMITS, request)
     assert prepared.frame.echo(0) == "8 bytes, from a thread"

@@ -16,8 +16,9 @@ from kvrouter.engines.routes import TAKE_TOKEN_IDS
 from kvrouter.frontend.access.body_room import BodyTooLarge
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.edge.chat_request import parse_chat
-from kvrouter.frontend.edge.completion_request import CompletionRequest
+from kvrouter.frontend.edge.completion_request import parse_completion
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
+from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.http_body import read_body
 from kvrouter.frontend.edge.http_errors import INTERNAL, error_body, errors_as_json, with_retry_time
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
@@ -49,6 +50,7 @@ from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError, UnknownModel
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 log = structlog.get_logger(component="frontend")
@@ -251,9 +253,8 @@ class HttpApi:
         """Runs a chat and returns it as one response or as server-sent events."""
         self._check_text(len(body))
         chat = await self._decoded(parse_chat, body)
-        return await self._run_text(
-            request, chat._replace(fields=with_headers(chat.fields, request, self._conversations))
-        )
+        chat.fields = with_headers(chat.fields, request, self._conversations)
+        return await self._run_text(request, chat)
 
     def _forwarding(self, handler: _BodyHandler, api: type[TranslatedRequest] | None = None) -> _BodyHandler:
         """Returns a handler forwarding requests, which ``handler`` runs if they are not for engines' own APIs."""
@@ -271,7 +272,7 @@ class HttpApi:
 
             translated, chat = await self._decoded(read, body)
             try:
-                chat = chat._replace(fields=with_headers(chat.fields, request, self._conversations))
+                chat.fields = with_headers(chat.fields, request, self._conversations)
                 return await self._run_text(request, chat, translated)
             except KvRouterError as error:
                 translated.rename(error)
@@ -318,18 +319,6 @@ class HttpApi:
 
     async def completions(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Runs a completion and returns it as one response or as server-sent events."""
-        completion_request = await self._parsed(request, body)
-        if not completion_request.is_plain or self._frontend.models.has_text(completion_request.fields.model):
-            return await self._run_text(request, completion_request.to_text_request())
-        if completion_request.fields.stream:
-            return await self._stream(request, completion_request)
-        completion = WholeCompletion(completion_request)
-        await self._frontend.runner.run(
-            completion_request.to_generate(), completion_request.prompt.token_ids, completion
-        )
-        return self._whole(request, completion.body(), completion.frame.headers)
-
-    async def _parsed(self, request: web.Request, body: _Body) -> CompletionRequest:
         chosen, size = chosen_model(""), len(body)
 
         def check_text(model: str) -> None:
@@ -338,9 +327,19 @@ class HttpApi:
             self._check_text(size)
 
         limit = self._frontend.runner.limits.max_prompt_tokens
-        parse = partial(CompletionRequest.parse, max_prompt_tokens=limit, check_text=check_text)
-        parsed = await self._decoded(parse, body)
-        return parsed.with_fields(with_headers(parsed.fields, request, self._conversations))
+        parse = partial(parse_completion, max_prompt_tokens=limit, check_text=check_text)
+        completion = await self._decoded(parse, body)
+        completion.fields = fields = with_headers(completion.fields, request, self._conversations)
+        prompt = completion.plain_prompt
+        if prompt is None or self._frontend.models.has_text(fields.model):
+            return await self._run_text(request, completion)
+        frame = ResponseFrame(completion, None, [prompt.token_ids])
+        generate = fields.generate_request(completion.max_tokens or 0)
+        if fields.stream:
+            return await self._stream(request, frame, generate)
+        whole = WholeCompletion(frame)
+        await self._frontend.runner.run(generate, prompt.token_ids, whole)
+        return self._whole(request, whole.body(), frame.headers)
 
     def _decoded(self, parse: Callable[[_Body], _T], body: _Body) -> Awaitable[_T]:
         """Parses a body, a long one in a thread. A parser releases the GIL between pieces of a long prompt."""
@@ -458,15 +457,13 @@ class HttpApi:
         response.end()
         return response
 
-    async def _stream(self, request: web.Request, completion_request: CompletionRequest) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, frame: ResponseFrame, generate: FrontendServiceGenerateRequest
+    ) -> web.StreamResponse:
         events = EventStream(request, self._writer)
-        stream = CompletionStream(completion_request, events)
-        generate, prompt = completion_request.to_generate(), completion_request.prompt.token_ids
+        stream = CompletionStream(frame, events)
         return await _streamed(
-            request,
-            events,
-            stream,
-            lambda: self._frontend.runner.run(generate, prompt, stream),
+            request, events, stream, lambda: self._frontend.runner.run(generate, frame.prompts[0], stream)
         )
 
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from kvrouter.frontend.edge.completion_request import CompletionRequest
-from kvrouter.frontend.edge.text_request import TextPrompt, TextRequest, TokenPrompt
-from kvrouter.frontend.edge.token_list import encode_token_ids
+from kvrouter.frontend.edge.text_request import TextPrompt, TextRequest
+from kvrouter.frontend.edge.token_list import TokenPrompt, encode_token_ids
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
@@ -158,11 +157,6 @@ class ResponseFrame:
         """The tokens of each sequence."""
         self._created = int(time.time())
         self._routing: RoutingInfo | None = None
-
-    @classmethod
-    def of_tokens(cls, request: CompletionRequest) -> ResponseFrame:
-        """Returns the frame of one sequence of token ids."""
-        return cls(request.to_text_request(), None, [request.prompt.token_ids])
 
     @property
     def request_id(self) -> str:

@@ -8,36 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, SharedFields
-from kvrouter.frontend.edge.token_list import ADVICE, Prompt
+from kvrouter.frontend.edge.token_list import ADVICE, TokenPrompt
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.tool_calls import ToolUse
 from kvrouter.v1.errors import BadRequest
-
-
-class TokenPrompt:
-    """A prompt of token ids."""
-
-    field = "prompt"
-    characters = 0
-
-    def __init__(self, prompt: Prompt) -> None:
-        self.as_json = prompt.as_json
-        self._token_ids = prompt.token_ids
-
-    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
-        """Returns the token ids."""
-        return self.tokens_at_once(text, limit)
-        yield
-
-    def tokens_at_once(self, text: ModelText | None, limit: int) -> bytes:  # noqa: ARG002
-        """Returns the token ids."""
-        return self._token_ids
 
 
 class TextPrompt:
@@ -60,7 +39,7 @@ class TextPrompt:
         return text.tokenizer.encode_at_once(self.text, special_tokens=special, limit=limit, field=self.field)
 
 
-class TextRequest(NamedTuple):
+class TextRequest(msgspec.Struct, eq=False):
     """A chat or completion, parsed."""
 
     fields: SharedFields
@@ -91,6 +70,17 @@ class TextRequest(NamedTuple):
         """Whether a stream ends with the numbers of tokens."""
         options = self.fields.stream_options
         return options is not None and bool(options.include_usage)
+
+    @property
+    def plain_prompt(self) -> TokenPrompt | None:
+        """The prompt of a completion that is one sequence of token ids after one prompt of them; None for others."""
+        prompt, fields = self.prompts[0], self.fields
+        is_plain = (
+            len(self.prompts) == self.sequences == 1
+            and not (self.is_chat or fields.stop or self.echo or self.logprobs)
+            and fields.structured_output() is None
+        )
+        return prompt if is_plain and isinstance(prompt, TokenPrompt) else None
 
     def needs_text(self) -> str:
         """Returns the field needing a tokenizer; empty if none does."""
@@ -153,13 +143,13 @@ def parse_prompts(raw: bytes, *, add_special_tokens: bool, limit: int) -> list[P
 
 def _token_prompt(raw: bytes, field: str, limit: int) -> TokenPrompt:
     try:
-        prompt = Prompt.parse(raw, limit=limit)
+        prompt = TokenPrompt(raw, limit=limit)
     except BadRequest as error:
         path = f"{field}{error.info.field.removeprefix('prompt')}"
         raise _invalid_prompt(path, "expected an integer from 0 to 2^32 - 1") from None
-    if not prompt.tokens:
+    if not prompt.token_ids:
         raise _invalid_prompt(field, "the prompt is empty")
-    return TokenPrompt(prompt)
+    return prompt
 
 
 def _end_of_string(text: str, at: int, field: str) -> int:

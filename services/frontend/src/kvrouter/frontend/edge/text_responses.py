@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 from kvrouter.frontend.edge.choice import WholeSink
-from kvrouter.frontend.edge.completion_request import CompletionRequest
 from kvrouter.frontend.edge.event_stream import EventStream, NumberedEvents
 from kvrouter.frontend.edge.frame import FINISH_REASONS, Piece, ResponseFrame
 from kvrouter.frontend.edge.response_stream import ResponseStream
@@ -120,24 +119,24 @@ def _function(piece: ToolCallPiece) -> dict[str, Any]:
 class WholeCompletion:
     """An OutputReceiver that collects the output, for one response."""
 
-    def __init__(self, request: CompletionRequest) -> None:
-        self.frame = ResponseFrame.of_tokens(request)
+    def __init__(self, frame: ResponseFrame) -> None:
+        self._frame = frame
         self._token_ids = array("I")
         self._finish_reason: str | None = None
 
     def routed(self, routing: RoutingInfo) -> None:
         """Adds where the request runs."""
-        self.frame.routed(0, routing)
+        self._frame.routed(0, routing)
 
     def output(self, output: Output) -> None:
         """Adds a piece of the output."""
-        self.frame.counts[0].add(output)
+        self._frame.counts[0].add(output)
         self._token_ids.extend(output.token_ids)
         self._finish_reason = FINISH_REASONS.get(output.finish_reason)
 
     def body(self) -> bytes:
         """Returns the response as JSON."""
-        frame = self.frame
+        frame = self._frame
         whole = Piece("", self._token_ids, (), (), self._finish_reason, None)
         choice = {"index": 0, "text": ""} | _details(frame, 0, whole, 0, with_prompt=True)
         return msgspec.json.encode(frame.envelope() | {"choices": [choice]} | frame.usage())
@@ -146,11 +145,11 @@ class WholeCompletion:
 class CompletionStream(ResponseStream):
     """An OutputReceiver writing each piece as a chunk when it arrives. Kept tokens become one chunk."""
 
-    def __init__(self, request: CompletionRequest, events: EventStream) -> None:
-        super().__init__(ResponseFrame.of_tokens(request), events)
-        self._returns_token_ids = self._frame.returns_token_ids
-        self._prompt_is_due = self._frame.returns_prompt
-        self._count = self._frame.counts[0]
+    def __init__(self, frame: ResponseFrame, events: EventStream) -> None:
+        super().__init__(frame, events)
+        self._returns_token_ids = frame.returns_token_ids
+        self._prompt_is_due = frame.returns_prompt
+        self._count = frame.counts[0]
         self._before = b""
         """The text of a chunk before its token ids."""
         self._after = {

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from kvrouter.frontend.edge.choice import Choice, ChoiceSink
 from kvrouter.frontend.edge.frame import ResponseFrame
-from kvrouter.frontend.edge.text_request import TextRequest, TokenPrompt
+from kvrouter.frontend.edge.text_request import TextRequest
+from kvrouter.frontend.edge.token_list import TokenPrompt
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.request.gen_ai import CHAT, TEXT_COMPLETION
 from kvrouter.frontend.request.model_pools import CONSTRAINT_FIELD, context_length, structured_workers

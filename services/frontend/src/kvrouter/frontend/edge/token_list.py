@@ -5,13 +5,14 @@ A packed buffer has 4 bytes for each token, little-endian.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
 from kvrouter.core import NotATokenId, TokenBuffer, tokens_from_json, tokens_to_json
 from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.text.client_work import Slices
+from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.v1.errors import PromptTooLong
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
@@ -23,22 +24,12 @@ ADVICE = "Send a text, a list of token ids, or a list of these."
 """Advice about an invalid prompt. Whether a model takes texts is checked elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenPrompt:
     """A prompt of token ids."""
 
-    token_ids: bytes = field(repr=False)
-    """Packed buffer."""
-    text: bytes = field(repr=False)
-    """The prompt as the client wrote it; empty if it has much white space."""
+    characters = 0
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return len(self.token_ids) // TOKEN_BYTES
-
-    @classmethod
-    def parse(cls, text: bytes, *, limit: int, field: str = "prompt") -> Prompt:
+    def __init__(self, text: bytes, *, limit: int, field: str = "prompt") -> None:
         """Parses a JSON array of token ids.
 
         Args:
@@ -58,14 +49,26 @@ class Prompt:
             raise invalid(f"{field}.{error.index}", "expected an integer from 0 to 2^32 - 1", ADVICE) from None
         if len(token_ids) > limit * TOKEN_BYTES:
             raise PromptTooLong(1 + text.count(b","), limit, field=field)
+        self.field = field
+        self.token_ids = token_ids
+        """Packed buffer."""
         # White space without end would be kept and sent.
-        return cls(token_ids, text if len(text) <= 2 + _LONGEST * len(token_ids) // TOKEN_BYTES else b"")
+        self._text = text if len(text) <= 2 + _LONGEST * len(token_ids) // TOKEN_BYTES else b""
+
+    def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
+        """Returns the token ids."""
+        return self.tokens_at_once(text, limit)
+        yield
+
+    def tokens_at_once(self, text: ModelText | None, limit: int) -> bytes:  # noqa: ARG002
+        """Returns the token ids."""
+        return self.token_ids
 
     def as_json(self) -> msgspec.Raw:
         """Returns the JSON array: the client's own text if possible, because encoding takes as long as parsing."""
         # A line break would end an event of a stream.
-        fit = self.text and b"\n" not in self.text and b"\r" not in self.text
-        return msgspec.Raw(self.text) if fit else encode_token_ids(self.token_ids)
+        fit = self._text and b"\n" not in self._text and b"\r" not in self._text
+        return msgspec.Raw(self._text) if fit else encode_token_ids(self.token_ids)
 
 
 def encode_token_ids(tokens: TokenBuffer) -> msgspec.Raw:

@@ -16,7 +16,7 @@ from kvrouter.engines.fields import CHATS, has_salt
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, RANK_HEADER, requested_rank
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
-from kvrouter.frontend.edge.token_list import Prompt
+from kvrouter.frontend.edge.token_list import TokenPrompt
 from kvrouter.frontend.edge.translated_request import TranslatedPrompt, TranslatedRequest, shallow
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.proxy.routed_fields import PassedChat, PassedText, given, read_fields, read_token_lists
@@ -152,7 +152,7 @@ class RoutedBody(msgspec.Struct, frozen=True):
         )
         prompt, is_rendered = given(fields.prompt) if fields.prompt else b"", fields.is_rendered_by_engine
         if _TOKEN_LIST.match(prompt):
-            token_ids = Prompt.parse(prompt, limit=max_prompt_tokens).token_ids
+            token_ids = TokenPrompt(prompt, limit=max_prompt_tokens).token_ids
             listed = {"prompt": token_ids} | read_token_lists(max_prompt_tokens, stop_token_ids=fields.stop_token_ids)
             return replace(parsed, token_ids=token_ids, is_tokenized=not is_rendered, listed_ids=listed)
         listed = read_token_lists(

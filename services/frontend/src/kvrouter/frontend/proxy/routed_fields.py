@@ -9,7 +9,7 @@ import msgspec
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES, check_structure, decode_json, invalid
 from kvrouter.frontend.edge.text_request import parse_prompts
-from kvrouter.frontend.edge.token_list import Prompt
+from kvrouter.frontend.edge.token_list import TokenPrompt
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.prompt_media import PromptMedia
@@ -170,7 +170,7 @@ def read_token_lists(most: int, **fields: _Raw) -> dict[str, bytes]:
             if raw.count(b"[") > 1:
                 raw = b"[%b]" % raw.translate(None, b"[]")
                 limit = len(raw)
-            listed[name] = Prompt.parse(raw, limit=limit, field=name).token_ids
+            listed[name] = TokenPrompt(raw, limit=limit, field=name).token_ids
     return listed
 
 
