@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from kvrouter.frontend.edge.text_request import TextPrompt, TextRequest
@@ -15,7 +16,7 @@ from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Tier
 from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
-from kvrouter.v1.texts import LOWER_TIER_NAMES, by_tier, rank_text, text_of
+from kvrouter.v1.texts import by_tier, rank_text, text_of
 from kvrouter.v1.worker_pb2 import FinishReason, TopLogprobs
 
 KV_SOURCE_HEADER = "x-kvrouter-kv-source"
@@ -100,8 +101,8 @@ _STAND_IN = "\ufffd"
 """Stand-in for bytes of a part of a character."""
 
 
-class Piece(NamedTuple):
-    """A piece of a sequence. One is made for each token, so it is no dataclass: those take four times as long."""
+class Piece(msgspec.Struct, eq=False, gc=False):
+    """A piece of a sequence."""
 
     text: str
     token_ids: Sequence[int]
@@ -115,24 +116,22 @@ class Piece(NamedTuple):
     reasoning: str = ""
 
 
-class TokenCount:
+class TokenCount(msgspec.Struct, eq=False):
     """Counts the tokens of one sequence."""
 
-    def __init__(self, prompt_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = 0
-        self.cached_tokens: int | None = None
-        """Prompt tokens in the worker's cache, in any tier; None if the worker does not report them."""
-        self.lower_cached_tokens = LowerTiers()
-        """Those of them below device memory."""
+    prompt_tokens: int
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens in the worker's cache, in any tier; None if the worker does not report them."""
+    lower_cached_tokens: LowerTiers | None = None
+    """Those of them below device memory; None if there are none."""
 
     def add(self, output: Output) -> None:
         """Counts a piece of output."""
         self.output_tokens += output.tokens
         if self.cached_tokens is None:
             self.cached_tokens = output.cached_tokens
-            if output.lower_cached_tokens is not None:
-                self.lower_cached_tokens = output.lower_cached_tokens
+            self.lower_cached_tokens = output.lower_cached_tokens
 
 
 class ResponseFrame:
@@ -153,8 +152,13 @@ class ResponseFrame:
         self.text = text
         self.prompts = prompts
         self._texts = texts
-        self.counts = [TokenCount(len(each) // TOKEN_BYTES) for each in prompts for _ in range(request.sequences)]
+        self._sequences = sequences = request.sequences
+        self.counts = [TokenCount(len(each) // TOKEN_BYTES) for each in prompts for _ in range(sequences)]
         """The tokens of each sequence."""
+        self.returns_prompt = bool(request.fields.return_token_ids)
+        """Whether the prompt is returned too: only on request, since it may be long."""
+        self.returns_token_ids = self.returns_prompt or (text is None and request.fields.return_token_ids is None)
+        """Whether token ids are returned. Without a tokenizer they are the whole output."""
         self._created = int(time.time())
         self._routing: RoutingInfo | None = None
 
@@ -162,17 +166,6 @@ class ResponseFrame:
     def request_id(self) -> str:
         """Id of the request; empty until it is routed."""
         return "" if self._routing is None else self._routing.request_id
-
-    @property
-    def returns_token_ids(self) -> bool:
-        """Whether token ids are returned. Without a tokenizer they are the whole output."""
-        requested = self.request.fields.return_token_ids
-        return self.text is None if requested is None else requested
-
-    @property
-    def returns_prompt(self) -> bool:
-        """Whether the prompt is returned too: only on request, since it may be long."""
-        return bool(self.request.fields.return_token_ids)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -186,22 +179,22 @@ class ResponseFrame:
 
     def prompt_of(self, index: int) -> bytes:
         """Returns the prompt of a sequence as a packed buffer."""
-        return self.prompts[index // self.request.sequences]
+        return self.prompts[index // self._sequences]
 
     def prompt_text_of(self, index: int) -> str | None:
         """Returns the text of a sequence's prompt; None if the response does not depend on it."""
-        return self._texts[index // self.request.sequences] if self._texts else None
+        return self._texts[index // self._sequences] if self._texts else None
 
     def prompt_json(self, index: int) -> msgspec.Raw:
         """Returns the token ids of a sequence's prompt as JSON."""
-        source = self.request.prompts[index // self.request.sequences]
+        source = self.request.prompts[index // self._sequences]
         return source.as_json() if isinstance(source, TokenPrompt) else encode_token_ids(self.prompt_of(index))
 
     def echo(self, index: int) -> str:
         """Returns the prompt of a sequence as text if the response repeats it; otherwise an empty text."""
         if not self.request.echo or self.text is None:
             return ""
-        source = self.request.prompts[index // self.request.sequences]
+        source = self.request.prompts[index // self._sequences]
         return source.text if isinstance(source, TextPrompt) else self.prompt_text_of(index) or ""
 
     def envelope(self) -> dict[str, Any]:
@@ -218,20 +211,26 @@ class ResponseFrame:
 
     def usage(self) -> dict[str, Any]:
         """Returns the numbers of tokens, and how the first sequence was routed."""
-        each = self.counts[:: self.request.sequences]
-        prompt_tokens = sum(count.prompt_tokens for count in each)
-        output_tokens = sum(count.output_tokens for count in self.counts)
-        cached = [count.cached_tokens for count in each if count.cached_tokens is not None]
-        details = {"cached_tokens": sum(cached)}
-        for tier in LOWER_TIER_NAMES:
-            if loaded := sum(getattr(count.lower_cached_tokens, tier) for count in each):
-                details[f"{tier}_cached_tokens"] = loaded
+        prompt_tokens = output_tokens = 0
+        details: defaultdict[str, int] = defaultdict(int)
+        for index, count in enumerate(self.counts):
+            output_tokens += count.output_tokens
+            if index % self._sequences:
+                continue  # The prompt is counted with its first sequence.
+            prompt_tokens += count.prompt_tokens
+            if count.cached_tokens is None:
+                continue
+            details["cached_tokens"] += count.cached_tokens
+            if count.lower_cached_tokens is not None:
+                for tier, loaded in by_tier(count.lower_cached_tokens).items():
+                    if loaded:
+                        details[f"{tier}_cached_tokens"] += loaded
         return {
             "usage": {
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": output_tokens,
                 "total_tokens": prompt_tokens + output_tokens,
-                "prompt_tokens_details": details if cached else None,
+                "prompt_tokens_details": details or None,
             },
             "kvrouter": None if self._routing is None else describe_routing(self._routing),
         }
