@@ -40,7 +40,7 @@ def token_ids(request: TextRequest) -> list[int]:
 
 
 def generated(request: TextRequest) -> FrontendServiceGenerateRequest:
-    return request.fields.generate_request(request.max_tokens or 0)
+    return request.generate_request(request.max_tokens or 0)
 
 
 def collector(request: TextRequest) -> WholeCompletion:

@@ -136,7 +136,7 @@ def generated(kind: str, body: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the request to the Scheduler and the worker: what the worker gets of it, and the rest."""
     encoded = json.dumps(body).encode()
     request = parse_chat(encoded) if kind == "chat" else parse_completion(encoded, max_prompt_tokens=100)
-    message = request.fields.generate_request(request.max_tokens or 1)
+    message = request.generate_request(request.max_tokens or 1)
     sampling, stop = message.sampling_options.SerializeToString(), message.stop_conditions.SerializeToString()
     message.ClearField("sampling_options")
     message.ClearField("stop_conditions")

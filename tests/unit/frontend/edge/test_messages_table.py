@@ -49,7 +49,7 @@ SAMPLES: dict[str, Any] = {
 def generated(body: dict[str, Any]) -> tuple[Any, Any]:
     """Returns what the worker gets of a message, and the rest of the request."""
     request = MessagesRequest.parse(json.dumps(body).encode()).to_text_request(100)
-    message = request.fields.generate_request(request.max_tokens or 1)
+    message = request.generate_request(request.max_tokens or 1)
     sampling, stop = message.sampling_options.SerializeToString(), message.stop_conditions.SerializeToString()
     message.ClearField("sampling_options")
     message.ClearField("stop_conditions")

@@ -54,11 +54,11 @@ def check(kind: str, body: dict[str, Any], model: ModelText) -> None:
     """Does with a body what a request does before anything is booked."""
     encoded = json.dumps(body).encode()
     request = parse_chat(encoded) if kind == "chat" else parse_completion(encoded, max_prompt_tokens=10000)
-    fields, prompts, limit = request.fields, request.prompts, 5 if request.max_tokens is None else request.max_tokens
-    for prompt in prompts:
+    limit = 5 if request.max_tokens is None else request.max_tokens
+    for prompt in request.prompts:
         tokens = completed(prompt.slices(model, 10_000))
         if tokens:
-            check_request(fields.generate_request(limit), len(tokens) // 4, VIEW, LIMITS)
+            check_request(request.generate_request(limit), len(tokens) // 4, VIEW, LIMITS)
 
 
 def refusal(kind: str, body: dict[str, Any], model: ModelText) -> BadRequest | None:

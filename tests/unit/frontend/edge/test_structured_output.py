@@ -16,7 +16,7 @@ ENCODED = json.dumps(SCHEMA, separators=(",", ":"))
 
 def constraint(**fields: Any) -> StructuredOutput | None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields
-    request = parse_chat(json.dumps(body).encode()).fields.generate_request(5)
+    request = parse_chat(json.dumps(body).encode()).generate_request(5)
     options = request.sampling_options
     return options.structured_output if options.HasField("structured_output") else None
 

@@ -68,7 +68,8 @@ def models(*pools: ComponentView) -> ServedModels:
 
 
 def text_request(tokens: int, **fields: Any) -> TextRequest:
-    return TextRequest(SharedFields(model="m", **fields), [Prompt(tokens)], max_tokens=None, is_chat=False)
+    shared = SharedFields(model="m", **fields)
+    return TextRequest(shared, [Prompt(tokens)], None, is_chat=False, constraint=shared.structured_output())
 
 
 async def test_a_text_that_fits_only_a_smaller_pool_is_not_refused() -> None:

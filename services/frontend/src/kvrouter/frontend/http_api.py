@@ -334,7 +334,7 @@ class HttpApi:
         if prompt is None or self._frontend.models.has_text(fields.model):
             return await self._run_text(request, completion)
         frame = ResponseFrame(completion, None, [prompt.token_ids])
-        generate = fields.generate_request(completion.max_tokens or 0)
+        generate = completion.generate_request(completion.max_tokens or 0)
         if fields.stream:
             return await self._stream(request, frame, generate)
         whole = WholeCompletion(frame)

@@ -9,7 +9,13 @@ from typing import Any, Literal
 import msgspec
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
-from kvrouter.frontend.edge.request_fields import OnlyDefault, SharedFields, UInt32, check_top_logprobs
+from kvrouter.frontend.edge.request_fields import (
+    Constraint,
+    OnlyDefault,
+    SharedFields,
+    UInt32,
+    check_top_logprobs,
+)
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.text.tool_calls import ToolUse
 from kvrouter.v1.worker_pb2 import StructuredOutput
@@ -99,8 +105,8 @@ class ChatFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=
         """
         return read_tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
-    def structured_output(self) -> tuple[str, StructuredOutput] | None:
-        """Returns the field that constrains the output, and its constraint; a forced tool call is one.
+    def structured_output(self) -> Constraint | None:
+        """Returns what constrains the output; a forced tool call does.
 
         Raises:
             BadRequest: it is malformed, or there are several.
@@ -133,7 +139,7 @@ def to_text_request(fields: ChatFields, characters: int) -> TextRequest:
     Raises:
         BadRequest: a field is out of range or not supported; the error names it.
     """
-    fields.check(prompts=1)
+    constraint = fields.check(prompts=1)
     check_top_logprobs(fields.top_logprobs or 0, "top_logprobs")
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "logprobs is not set", "Set logprobs to true.")
@@ -158,4 +164,5 @@ def to_text_request(fields: ChatFields, characters: int) -> TextRequest:
         tools=fields.tool_use(),
         continues_message=bool(fields.continue_final_message),
         includes_reasoning=fields.include_reasoning is not False,
+        constraint=constraint,
     )

@@ -164,6 +164,6 @@ class Choice:
 def _reasoning_parser(frame: ResponseFrame, index: int) -> ReasoningParser | None:
     """Returns the parser of an output's reasoning; None if it has none, as if it is constrained from its begin."""
     request = frame.request
-    if not request.is_chat or frame.text is None or request.fields.structured_output() is not None:
+    if not request.is_chat or frame.text is None or request.constraint is not None:
         return None
     return frame.text.reasoning_parser(frame.prompt_of(index), frame.prompt_text_of(index))

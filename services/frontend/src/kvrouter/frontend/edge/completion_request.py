@@ -70,7 +70,7 @@ def parse_completion(
         prompts = parse_prompts(text, add_special_tokens=special, limit=max_prompt_tokens)
     else:
         prompts = [prompt or TokenPrompt(text, limit=max_prompt_tokens)]
-    fields.check(len(prompts))
+    constraint = fields.check(len(prompts))
     top_logprobs = fields.logprobs or 0
     if fields.echo and fields.logprobs is not None:
         raise invalid(
@@ -89,4 +89,5 @@ def parse_completion(
         echo=bool(fields.echo),
         logprobs=fields.logprobs is not None,
         top_logprobs=top_logprobs,
+        constraint=constraint,
     )

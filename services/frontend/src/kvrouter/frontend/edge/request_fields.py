@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
-from google.protobuf.message import Message
 from kvrouter.frontend.edge.json_body import check_uint64, invalid
 from kvrouter.frontend.edge.structured_output import GUIDED, read_structured_output
 from kvrouter.frontend.edge.token_list import TokenId
@@ -21,7 +20,6 @@ from kvrouter.frontend.request.current_choice import chosen_model
 from kvrouter.frontend.request.request_checks import MAX_REQUEST_ID_BYTES
 from kvrouter.runtime.requests import check_request_id
 from kvrouter.v1.errors import BadRequest
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StructuredOutput
 
 UInt32 = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
@@ -43,15 +41,14 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 
-_SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
 _CONSTRAINTS_OF_OUTPUT = (*GUIDED, "structured_outputs", "response_format")
 _UNCONSTRAINED = (None,) * len(_CONSTRAINTS_OF_OUTPUT)
 _constraints = attrgetter(*_CONSTRAINTS_OF_OUTPUT)
-_CONSTRAINTS = ("worker_id", "dp_rank")
 _EMPTY: tuple[object, ...] = ("", [], {})
 _UNSUPPORTED = "Leave it out: workers that receive tokens do not support it."
 
-
+Constraint: TypeAlias = tuple[str, StructuredOutput]
+"""The field that constrains the output, and its constraint."""
 OnlyDefault = Annotated[Any, msgspec.Meta(description="accepted at its default only")]
 """Type of a field no worker that receives tokens could obey: its default, null and empty lists are accepted."""
 
@@ -172,8 +169,8 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
         return stop
 
-    def check(self, prompts: int) -> None:
-        """Checks values beyond the decoder's checks.
+    def check(self, prompts: int) -> Constraint | None:
+        """Checks values beyond the decoder's checks. Returns what constrains the output; None if nothing does.
 
         Raises:
             BadRequest: a field is out of range or not supported.
@@ -191,17 +188,18 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"received {sequences}",
                 "Send fewer prompts, or a smaller n.",
             )
-        self.stop_strings()
+        if self.stop is not None:
+            self.stop_strings()
         check_defaults(self)
         if (options := self.stream_options) is not None:
             if not self.stream:
                 raise invalid("stream_options", "stream is not true", "Set stream, or leave it out.")
             if options.continuous_usage_stats:
                 raise unsupported("stream_options.continuous_usage_stats")
-        self.structured_output()
+        return self.structured_output()
 
-    def structured_output(self) -> tuple[str, StructuredOutput] | None:
-        """Returns the field that constrains the output, and its constraint; None if there is none.
+    def structured_output(self) -> Constraint | None:
+        """Returns what constrains the output; None if nothing does.
 
         Raises:
             BadRequest: it is malformed, or there are several.
@@ -209,35 +207,6 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         if (given := _constraints(self)) == _UNCONSTRAINED:
             return None
         return read_structured_output(dict(zip(_CONSTRAINTS_OF_OUTPUT, given, strict=True)))
-
-    def generate_request(self, max_tokens: int) -> FrontendServiceGenerateRequest:
-        """Returns the request for one sequence as the Frontend's gRPC contract defines it, without the prompt."""
-        # Fields are set in place: a message that is passed to the constructor of another is encoded and decoded.
-        request = FrontendServiceGenerateRequest(request_id=self.request_id or "", model=self.model)
-        stop = request.stop_conditions
-        stop.max_tokens = max_tokens
-        stop.min_tokens = self.min_tokens or 0
-        stop.ignore_eos = bool(self.ignore_eos)
-        if self.stop_token_ids:
-            stop.stop_token_ids.extend(self.stop_token_ids)
-        _set(request.sampling_options, self, _SAMPLING)
-        if self.top_k is not None:
-            request.sampling_options.top_k = max(0, self.top_k)  # vLLM's value for all tokens is -1.
-        constraint = self.structured_output()
-        if constraint is not None:
-            request.sampling_options.structured_output.CopyFrom(constraint[1])
-        if self.router_config_override is not None:
-            _set(request.overrides, self.router_config_override, RouterConfigOverride.__struct_fields__)
-        _set(request.constraints, self, _CONSTRAINTS)
-        if self.cache_salt:
-            request.scope.cache_salt = self.cache_salt
-        if self.migration_limit is not None:
-            request.migration_limit = self.migration_limit
-        request.priority = self.priority or 0
-        request.conversation_id = self.conversation_id or ""
-        if self.expected_output_tokens is not None:
-            request.expected_output_tokens = self.expected_output_tokens
-        return request
 
 
 def with_headers(fields: _F, request: web.BaseRequest, conversations: ConversationIds) -> _F:
@@ -374,11 +343,3 @@ def _defaults(kind: type[msgspec.Struct]) -> tuple[dict[str, object], Callable[[
 def unsupported(name: str) -> BadRequest:
     """Returns the error for a field workers here cannot obey."""
     return invalid(name, "not supported by the workers of this model", _UNSUPPORTED)
-
-
-def _set(message: Message, fields: msgspec.Struct, names: Iterable[str]) -> None:
-    """Sets the fields of a message that are given."""
-    for name in names:
-        value = getattr(fields, name)
-        if value is not None:
-            setattr(message, name, value)

@@ -6,17 +6,19 @@ Prompts of a list are parsed one by one, so a list of millions ends at the first
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import msgspec
+from google.protobuf.message import Message
 from kvrouter.frontend.edge.json_body import invalid
-from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, SharedFields
+from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, Constraint, RouterConfigOverride, SharedFields
 from kvrouter.frontend.edge.token_list import ADVICE, TokenPrompt
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.tool_calls import ToolUse
 from kvrouter.v1.errors import BadRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 
 class TextPrompt:
@@ -59,6 +61,8 @@ class TextRequest(msgspec.Struct, eq=False):
     """Whether the output continues the final message of a chat."""
     includes_reasoning: bool = True
     """Whether the response has the reasoning, where it is separated from the answer."""
+    constraint: Constraint | None = None
+    """What constrains the output; None if nothing does."""
 
     @property
     def sequences(self) -> int:
@@ -78,7 +82,7 @@ class TextRequest(msgspec.Struct, eq=False):
         is_plain = (
             len(self.prompts) == self.sequences == 1
             and not (self.is_chat or fields.stop or self.echo or self.logprobs)
-            and fields.structured_output() is None
+            and self.constraint is None
         )
         return prompt if is_plain and isinstance(prompt, TokenPrompt) else None
 
@@ -91,6 +95,51 @@ class TextRequest(msgspec.Struct, eq=False):
         if self.echo:
             return "echo"
         return next((each.field for each in self.prompts if not isinstance(each, TokenPrompt)), "")
+
+    def generate_request(self, max_tokens: int) -> FrontendServiceGenerateRequest:
+        """Returns the request for one sequence as the Frontend's gRPC contract defines it, without the prompt."""
+        fields = self.fields
+        # Fields are set in place: a message that is passed to the constructor of another is encoded and decoded.
+        request = FrontendServiceGenerateRequest(request_id=fields.request_id or "", model=fields.model)
+        stop, sampling = request.stop_conditions, request.sampling_options
+        stop.max_tokens = max_tokens
+        stop.min_tokens = fields.min_tokens or 0
+        stop.ignore_eos = bool(fields.ignore_eos)
+        if fields.stop_token_ids:
+            stop.stop_token_ids.extend(fields.stop_token_ids)
+        _set(sampling, fields, _SAMPLING)
+        if fields.top_k is not None:
+            sampling.top_k = max(0, fields.top_k)  # vLLM's value for all tokens is -1.
+        if self.logprobs:
+            sampling.logprobs = 1 + self.top_logprobs
+        if self.constraint is not None:
+            sampling.structured_output.CopyFrom(self.constraint[1])
+        if fields.router_config_override is not None:
+            _set(request.overrides, fields.router_config_override, RouterConfigOverride.__struct_fields__)
+        if fields.worker_id is not None:
+            request.constraints.worker_id = fields.worker_id
+        if fields.dp_rank is not None:
+            request.constraints.dp_rank = fields.dp_rank
+        if fields.cache_salt:
+            request.scope.cache_salt = fields.cache_salt
+        if fields.migration_limit is not None:
+            request.migration_limit = fields.migration_limit
+        request.priority = fields.priority or 0
+        request.conversation_id = fields.conversation_id or ""
+        if fields.expected_output_tokens is not None:
+            request.expected_output_tokens = fields.expected_output_tokens
+        return request
+
+
+_SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
+
+
+def _set(message: Message, fields: msgspec.Struct, names: Iterable[str]) -> None:
+    """Sets the fields of a message that are given."""
+    for name in names:
+        value = getattr(fields, name)
+        if value is not None:
+            setattr(message, name, value)
 
 
 _STRING = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)

@@ -43,7 +43,7 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
     view = models.resolve(request.fields.model).views[0]
     model = view.descriptor.model
     pools = models.pools(request.fields.model, forwarding=False)
-    constraint = request.fields.structured_output()
+    constraint = request.constraint
     if constraint is not None:
         able = [pool for pool in pools if any(worker.serves_structured_output for worker in pool.workers.values())]
         if not able:
@@ -92,7 +92,7 @@ async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSin
     try:
         await _run_all(runner, prepared, sink)
     except KvRouterError as error:
-        constraint = prepared.frame.request.fields.structured_output()
+        constraint = prepared.frame.request.constraint
         if constraint is not None and error.info.field == CONSTRAINT_FIELD:
             error.info.field = constraint[0]
         raise
@@ -101,17 +101,14 @@ async def run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSin
 async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSink) -> None:
     frame = prepared.frame
     request = frame.request
-    fields = request.fields
     runs = []
     for index in range(len(frame.prompts) * request.sequences):
         prompt = frame.prompt_of(index)
         choice = Choice(index, frame, sink)
-        generate = fields.generate_request(_max_tokens(runner.limits, prepared, prompt))
+        generate = request.generate_request(_max_tokens(runner.limits, prepared, prompt))
         sampling = generate.sampling_options
         if index % request.sequences and sampling.HasField("seed"):
             sampling.seed = (sampling.seed + index % request.sequences) % (1 << 64)
-        if request.logprobs:
-            sampling.logprobs = 1 + request.top_logprobs
         runs.append((generate, prompt, choice))
     operation = CHAT if request.is_chat else TEXT_COMPLETION
     if len(runs) == 1:
