@@ -31,7 +31,7 @@ RANK_HEADER = "x-data-parallel-rank"
 """Header by which vLLM runs a request on a certain data-parallel rank."""
 
 REQUEST_ID_HEADER = "x-request-id"
-_REQUEST_ID = web.RequestKey("request_id", str)
+_REQUEST_ID: ContextVar[str] = ContextVar("kvrouter_request_id", default="")
 _CONVERSATION: ContextVar[str | None] = ContextVar("kvrouter_conversation", default=None)
 
 MAX_SEQUENCES = 128
@@ -220,7 +220,7 @@ def with_headers(fields: _F, request: web.BaseRequest, conversations: Conversati
     """
     if fields.request_id:
         check_request_id(fields.request_id, MAX_REQUEST_ID_BYTES, "request_id")
-        request[_REQUEST_ID] = fields.request_id  # An error names it too.
+        _REQUEST_ID.set(fields.request_id)  # An error names it too.
     changes: dict[str, Any] = {}
     if (model := chosen_model(fields.model)) != fields.model:
         changes["model"] = model
@@ -272,21 +272,20 @@ def request_id_of(request: web.BaseRequest) -> str:
     try:
         return checked_request_id(request)
     except BadRequest:
-        return request.get(_REQUEST_ID) or os.urandom(16).hex()
+        return _REQUEST_ID.get() or os.urandom(16).hex()
 
 
 def checked_request_id(request: web.BaseRequest) -> str:
-    """Returns the id of a request, which it notes in it: the client's, or a generated one.
+    """Returns the id of a request, which it notes in its task: the client's, or a generated one.
 
     Raises:
         BadRequest: the client's is invalid.
     """
     requested = requested_id(request.headers)
-    try:
-        return request[_REQUEST_ID]
-    except KeyError:
-        request[_REQUEST_ID] = noted = requested or os.urandom(16).hex()
-        return noted
+    if not (noted := _REQUEST_ID.get()):
+        noted = requested or os.urandom(16).hex()
+        _REQUEST_ID.set(noted)
+    return noted
 
 
 def requested_rank(headers: Mapping[str, str]) -> int | None:
