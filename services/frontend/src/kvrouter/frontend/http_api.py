@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import aiohttp
 import structlog
@@ -55,7 +55,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 log = structlog.get_logger(component="frontend")
 
-_T = TypeVar("_T")
 _Body: TypeAlias = bytes | bytearray
 _BodyHandler = Callable[[web.Request, _Body], Awaitable[web.StreamResponse]]
 """Handles a request whose body has been read."""
@@ -182,7 +181,7 @@ class HttpApi:
         if request.path in self._settings.engine_routes and request.content_type == _FORM_TYPE:
             return NamedModel()
         if not self._frontend.models.may_forward or request.path == COUNT_TOKENS:
-            return await self._decoded(NamedModel.read, body)
+            return await self._work.read(NamedModel.read, body)
         limit = self._frontend.runner.limits.max_prompt_tokens
         request[_ROUTED] = routed = await RoutedBody.read(body, self._work, request.path, max_prompt_tokens=limit)
         return routed
@@ -252,7 +251,7 @@ class HttpApi:
     async def chat_completions(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Runs a chat and returns it as one response or as server-sent events."""
         self._check_text(len(body))
-        chat = await self._decoded(parse_chat, body)
+        chat = await self._work.read(parse_chat, body)
         chat.fields = with_headers(chat.fields, request, self._conversations)
         return await self._run_text(request, chat)
 
@@ -270,7 +269,7 @@ class HttpApi:
                 translated = kind.read(body)
                 return translated, translated.to_text_request(len(body))
 
-            translated, chat = await self._decoded(read, body)
+            translated, chat = await self._work.read(read, body)
             try:
                 chat.fields = with_headers(chat.fields, request, self._conversations)
                 return await self._run_text(request, chat, translated)
@@ -285,7 +284,7 @@ class HttpApi:
         models = self._frontend.models
         # With API keys, fields must be checked before a request is forwarded, and only generating routes have a check.
         if models.may_forward and self._frontend.access is None:
-            name = (await self._decoded(NamedModel.read, body)).model
+            name = (await self._work.read(NamedModel.read, body)).model
             model = chosen_model(name)
             is_passed = not models.has_text(model) and serves_itself(
                 None, COUNT_TOKENS, models.resolve(model).forwarding
@@ -299,7 +298,7 @@ class HttpApi:
         """Counts the tokens of a message's prompt here."""
         models, limits = self._frontend.models, self._frontend.runner.limits
         self._check_text(len(body))
-        chat = (await self._decoded(MessagesRequest.counted, body)).chat
+        chat = (await self._work.read(MessagesRequest.counted, body)).chat
         model = chosen_model(chat["model"])
         # Only engines with an OpenAI API take images.
         media = PromptMedia() if models.resolve(model).forwarding else None
@@ -328,7 +327,7 @@ class HttpApi:
 
         limit = self._frontend.runner.limits.max_prompt_tokens
         parse = partial(parse_completion, max_prompt_tokens=limit, check_text=check_text)
-        completion = await self._decoded(parse, body)
+        completion = await self._work.read(parse, body)
         completion.fields = fields = with_headers(completion.fields, request, self._conversations)
         prompt = completion.plain_prompt
         if prompt is None or self._frontend.models.has_text(fields.model):
@@ -340,10 +339,6 @@ class HttpApi:
         whole = WholeCompletion(frame)
         await self._frontend.runner.run(generate, prompt.token_ids, whole)
         return self._whole(request, whole.body(), frame.headers)
-
-    def _decoded(self, parse: Callable[[_Body], _T], body: _Body) -> Awaitable[_T]:
-        """Parses a body, a long one in a thread. A parser releases the GIL between pieces of a long prompt."""
-        return self._work.run_body(partial(parse, body), size=len(body))
 
     def _check_text(self, size: int) -> None:
         if size > self._max_text_bytes:
@@ -388,12 +383,12 @@ class HttpApi:
         sent, translated = body, None
         if api is not None and not serves_itself(access, api.path, pools):
             as_chat = partial(routed.as_chat, api=api, max_prompt_tokens=limit)
-            routed, translated, sent = await self._decoded(as_chat, body)
+            routed, translated, sent = await self._work.read(as_chat, body)
             path = CHATS
         elif api is not None:
-            await self._decoded(api.check_passed, body)
+            await self._work.read(api.check_passed, body)
         if translated is None and model != name:
-            sent = await self._decoded(partial(renamed, model=model), body)
+            sent = await self._work.read(partial(renamed, model=model), body)
         if access is not None:
             routed, sent = await permitted(access, routed, sent, path, self._work)
             check_salted(access, routed, pools)
@@ -431,7 +426,7 @@ class HttpApi:
             return body
         if any(worker.engine not in TAKE_TOKEN_IDS for view in pools for worker in view.workers.values()):
             return body
-        return await self._decoded(partial(with_token_ids, token_ids=routed.token_ids), body)
+        return await self._work.read(partial(with_token_ids, token_ids=routed.token_ids), body)
 
     async def _run_text(
         self, request: web.Request, text_request: TextRequest, translated: TranslatedRequest | None = None

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterable
 from contextvars import copy_context
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -114,8 +113,8 @@ async def permitted(
         Unauthenticated, PermissionDenied: the caller may not use the model, the priority or a field.
         RateLimited, Overloaded: too much of the caller's or of all callers' work waits.
     """
-    check = partial(copy_context().run, _permitted, access, routed, body, path)
-    return await work.run_body(check, size=len(body))
+    context = copy_context()
+    return await work.read(lambda each: context.run(_permitted, access, routed, each, path), body)
 
 
 def check_salted(access: Access, routed: RoutedBody, views: Iterable[ComponentView]) -> None:

@@ -7,7 +7,7 @@ is routed on load: the engine knows more fields and contents, and refuses bad on
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -227,10 +227,10 @@ class RoutedBody(msgspec.Struct, frozen=True):
         Raises:
             BadRequest, PromptTooLong, RateLimited, Overloaded.
         """
-        parse = partial(cls.unread, body)
+        parse: Callable[[bytes | bytearray], RoutedBody] = cls.unread
         if is_json:
-            parse = partial(cls.parse, body, max_prompt_tokens=max_prompt_tokens, api=TRANSLATED.get(path))
-        return work.run_body(parse, size=len(body))
+            parse = partial(cls.parse, max_prompt_tokens=max_prompt_tokens, api=TRANSLATED.get(path))
+        return work.read(parse, body)
 
     async def tokenized(self, texts: TextModels, model: str, *, max_prompt_tokens: int) -> RoutedBody:
         """Returns the body with the tokens of its prompt, as far as they can be known here. Checks those it lists.

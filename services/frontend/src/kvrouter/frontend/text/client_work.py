@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvrouter.runtime.bounds import FairBound, bounds_of
@@ -174,9 +175,13 @@ class ClientWork:
         """Runs a job as one slice, and returns its result or raises its error; see ``run_slices``."""
         return await self.run_slices(_one_slice(job), lane, size=size)
 
-    async def run_body(self, job: Callable[[], _T], *, size: int) -> _T:
-        """Runs a job that reads a body of so many bytes: a short one at once, a long one in the thread of bodies."""
-        return job() if size <= LONG_BODY_BYTES else await self.run(job, Lane.BODIES, size=size)
+    async def read(self, read: Callable[[bytes | bytearray], _T], body: bytes | bytearray) -> _T:
+        """Reads a body: a short one at once, a long one in the thread of bodies.
+
+        Those that parse a long prompt release the GIL between its pieces.
+        """
+        size = len(body)
+        return read(body) if size <= LONG_BODY_BYTES else await self.run(partial(read, body), Lane.BODIES, size=size)
 
     async def run_slices(self, slices: Slices[_T], lane: Lane, *, size: int) -> _T:
         """Runs a job in a thread, and returns its result or raises its error.

@@ -153,7 +153,7 @@ class Picker:
         if choice is not None:
             model, pool = choice.model, choice.pool
             if model != choice.name:
-                body = await self._texts.work.run_body(partial(renamed, body, model), size=len(body))
+                body = await self._texts.work.read(partial(renamed, model=model), body)
         routed = routed.named(model, headers, conversation, pool)
         if self.access is not None:
             routed, passed = await permitted(self.access, routed, body, path, self._texts.work)
