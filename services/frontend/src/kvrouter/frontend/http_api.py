@@ -100,7 +100,7 @@ class HttpApi:
         self._work = frontend.models.texts.work
         self._registry = registry
         self._metrics = metrics
-        chats = self._max_chat_bytes
+        chats = self._max_text_bytes
         models: dict[str, Handler] = {
             COMPLETIONS: self._with_body(self._forwarding(self.completions)),
             CHATS: self._with_body(self._forwarding(self.chat_completions), chats),
@@ -127,7 +127,7 @@ class HttpApi:
         """Returns the application with all routes."""
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=self._middlewares)
         app.cleanup_ctx.append(self._connected)
-        set_busy_threshold = self._with_body(self.set_busy_threshold, lambda: MAX_FIELDS_BYTES, has_model=False)
+        set_busy_threshold = self._with_body(self.set_busy_threshold, MAX_FIELDS_BYTES, has_model=False)
         app.add_routes(
             [
                 web.get("/health", self.health),
@@ -142,20 +142,20 @@ class HttpApi:
         )
         return app
 
-    def _with_body(
-        self, handler: _BodyHandler, limit: Callable[[], int] = lambda: _MAX_BODY_BYTES, *, has_model: bool = True
-    ) -> Handler:
-        """Returns a handler reading the body, up to ``limit()`` bytes, into room it holds until its end.
+    def _with_body(self, handler: _BodyHandler, limit: int = _MAX_BODY_BYTES, *, has_model: bool = True) -> Handler:
+        """Returns a handler reading the body, up to ``limit`` bytes, into room it holds until its end.
 
-        It runs at the first model that can serve the client's name, if the body has one.
+        The limit of a body that has a model is higher while engines get it as it is: only they take images. It runs
+        at the first model that can serve the client's name.
         """
-        choices = self._frontend.choices
+        choices, models, idle_seconds = self._frontend.choices, self._frontend.models, self._settings.http_body_seconds
 
         async def handle(request: web.Request) -> web.StreamResponse:
             room = self._frontend.runner.admission.room()
             try:
                 with room:
-                    body = await read_body(request, room, limit=limit(), idle_seconds=self._settings.http_body_seconds)
+                    most = _MAX_BODY_BYTES if has_model and models.may_forward else limit
+                    body = await read_body(request, room, limit=most, idle_seconds=idle_seconds)
                     if has_model and choices.rules:
                         return await self._at_chosen_model(handler, request, body)
                     return await handler(request, body)
@@ -185,10 +185,6 @@ class HttpApi:
         limit = self._frontend.runner.limits.max_prompt_tokens
         request[_ROUTED] = routed = await RoutedBody.read(body, self._work, request.path, max_prompt_tokens=limit)
         return routed
-
-    def _max_chat_bytes(self) -> int:
-        """Returns the maximum size of a chat's body. Only engines that get it as it is take images."""
-        return _MAX_BODY_BYTES if self._frontend.models.may_forward else self._max_text_bytes
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         connector = aiohttp.TCPConnector(limit=0)
