@@ -187,6 +187,12 @@ class EventStream(web.StreamResponse):
         if data:
             self._send(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
+    def write_whole(self, body: bytes) -> None:
+        """Writes the whole response, whose headers have the length of its body."""
+        self.begun = True
+        if self._transport is not None and not self._transport.is_closing():  # Otherwise aiohttp cancels the handler.
+            self._transport.write(self._head() + body)
+
     def _send(self, text: bytes) -> None:
         if self._transport is None:
             return  # aiohttp cancels the handler.

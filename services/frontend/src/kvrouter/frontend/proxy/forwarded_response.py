@@ -183,8 +183,7 @@ class TranslatedResponse(ForwardedResponse):
             body = self._error(body, self._status)
         headers["Content-Length"] = str(len(body))
         self.stream = EventStream(self._request, self._writer, status=self._status, headers=headers)
-        self.stream.write_bytes(body)
-        self.stream.end()
+        self.stream.write_whole(body)
 
     def fail(self, error: dict[str, Any]) -> None:
         """Ends a begun response with an error."""
