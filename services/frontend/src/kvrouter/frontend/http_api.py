@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from kvrouter.engines.fields import CHATS, COMPLETIONS, COUNT_TOKENS
 from kvrouter.engines.routes import TAKE_TOKEN_IDS
-from kvrouter.frontend.access.body_room import BodyTooLarge
+from kvrouter.frontend.access.body_room import BodyTooLarge, current_room
 from kvrouter.frontend.edge.busy_threshold import BusyThresholdBody, listed, shown
 from kvrouter.frontend.edge.chat_request import parse_chat
 from kvrouter.frontend.edge.completion_request import parse_completion
@@ -152,13 +152,13 @@ class HttpApi:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             room = self._frontend.runner.admission.room()
+            current_room.set(room)  # The request has a task of its own.
             try:
-                with room:
-                    most = _MAX_BODY_BYTES if has_model and models.may_forward else limit
-                    body = await read_body(request, room, limit=most, idle_seconds=idle_seconds)
-                    if has_model and choices.rules:
-                        return await self._at_chosen_model(handler, request, body)
-                    return await handler(request, body)
+                most = _MAX_BODY_BYTES if has_model and models.may_forward else limit
+                body = await read_body(request, room, limit=most, idle_seconds=idle_seconds)
+                if has_model and choices.rules:
+                    return await self._at_chosen_model(handler, request, body)
+                return await handler(request, body)
             finally:
                 room.end()
 
