@@ -40,7 +40,7 @@ class BusyThresholdBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         """
         advice = "Send the model, with the thresholds to set, or without any to read them."
         parsed = decode_json(_DECODER, body, lambda _: advice)
-        check_uint64(parsed.active_prefill_tokens_threshold or None, "active_prefill_tokens_threshold")
+        check_uint64({"active_prefill_tokens_threshold": parsed.active_prefill_tokens_threshold or None})
         return parsed
 
     def to_request(self) -> SetBusyThresholdRequest:

@@ -238,7 +238,7 @@ class ResponseFrame:
     def logprobs(self, piece: Piece, offset: int) -> dict[str, Any] | None:
         """Returns the log probabilities of tokens beginning at an offset of the text; None if there are none."""
         values = piece.logprobs
-        if not self.request.logprobs or len(values) != len(piece.token_ids):
+        if len(values) != len(piece.token_ids):
             return None
         top = [self._alternatives(each) for each in piece.top_logprobs] if self.request.top_logprobs else []
         if self.request.is_chat:

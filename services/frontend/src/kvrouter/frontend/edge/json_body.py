@@ -119,14 +119,15 @@ def convert_fields(fields: Mapping[str, Any], kind: type[T]) -> T:
         raise _invalid(error, lambda _: _CORRECT) from None
 
 
-def check_uint64(value: int | None, field: str) -> None:
-    """Checks the size of an integer: 64 bits. msgspec accepts integers of any size, and limits up to 2^63 only.
+def check_uint64(fields: Mapping[str, int | None]) -> None:
+    """Checks the size of integers: 64 bits. msgspec accepts integers of any size, and limits up to 2^63 only.
 
     Raises:
-        BadRequest: the value is out of range.
+        BadRequest: a value is out of range.
     """
-    if value is not None and not 0 <= value < 1 << 64:
-        raise invalid(field, "out of range", "Send an integer from 0 to 2^64 - 1.")
+    for field, value in fields.items():
+        if value is not None and not 0 <= value < 1 << 64:
+            raise invalid(field, "out of range", "Send an integer from 0 to 2^64 - 1.")
 
 
 def invalid(place: Place, message: str, advice: str = _CORRECT) -> BadRequest:

@@ -175,11 +175,11 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Raises:
             BadRequest: a field is out of range or not supported.
         """
-        check_uint64(self.seed, "seed")
-        check_uint64(self.worker_id, "worker_id")
+        numbers = {"seed": self.seed, "worker_id": self.worker_id}
         if (override := self.router_config_override) is not None:
             threshold = "active_prefill_tokens_threshold"
-            check_uint64(override.active_prefill_tokens_threshold, f"router_config_override.{threshold}")
+            numbers[f"router_config_override.{threshold}"] = override.active_prefill_tokens_threshold
+        check_uint64(numbers)
         sequences = 1 if self.n is None else self.n
         if not 1 <= sequences * prompts <= MAX_SEQUENCES or sequences < 1:
             raise invalid(

@@ -80,7 +80,8 @@ class TextRequest(msgspec.Struct, eq=False):
         """The prompt of a completion that is one sequence of token ids after one prompt of them; None for others."""
         prompt, fields = self.prompts[0], self.fields
         is_plain = (
-            len(self.prompts) == self.sequences == 1
+            len(self.prompts) == 1
+            and fields.n in (None, 1)
             and not (self.is_chat or fields.stop or self.echo or self.logprobs)
             and self.constraint is None
         )

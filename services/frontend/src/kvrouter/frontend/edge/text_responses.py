@@ -94,7 +94,7 @@ class StreamedResponse(ResponseStream):
 def _details(frame: ResponseFrame, index: int, piece: Piece, offset: int, *, with_prompt: bool) -> dict[str, Any]:
     """Returns the fields of a choice besides its text, which begins at an offset."""
     details: dict[str, Any] = {
-        "logprobs": frame.logprobs(piece, offset),
+        "logprobs": frame.logprobs(piece, offset) if frame.request.logprobs else None,
         "finish_reason": piece.finish_reason,
         "stop_reason": piece.stop_reason,
     }
