@@ -83,7 +83,7 @@ FREE = 0.75
 quarters taken by one tenant leave the others room until it has shrunk."""
 
 
-class _Use(msgspec.Struct, eq=False):
+class _Use(msgspec.Struct, eq=False, gc=False):
     amount: float
     requests: int
     weight: float
