@@ -40,7 +40,7 @@ impl<'a> Names<'a> {
 pub fn flaw(text: &[u8]) -> Option<String> {
     let mut open: Vec<Option<Names>> = Vec::new();
     let mut rest = text;
-    while let Some(at) = find(rest, |byte| matches!(byte, b'"' | b'{' | b'}' | b'[' | b']')) {
+    while let Some(at) = find(rest, [b'"', b'{', b'}', b'[', b']']) {
         let (mark, after) = rest.get(at..)?.split_first()?;
         rest = after;
         match mark {
@@ -76,7 +76,7 @@ pub fn flaw(text: &[u8]) -> Option<String> {
 fn string(text: &[u8]) -> Option<(&[u8], bool)> {
     let (mut end, mut escaped) = (0, false);
     loop {
-        end += find(text.get(end..)?, |byte| matches!(byte, b'"' | b'\\'))?;
+        end += find(text.get(end..)?, [b'"', b'\\'])?;
         if text.get(end) == Some(&b'"') {
             return Some((text.get(..end)?, escaped));
         }

@@ -69,7 +69,7 @@ pub fn find_value(text: &[u8], field: &[u8]) -> Option<Range<usize>> {
         let [b':', after @ ..] = skip_space(after) else { return found };
         let value = skip_space(after);
         rest = match value.first() {
-            Some(b'[') if name == field && !is_nested(value) => value.get(find(value, |byte| byte == b']')? + 1..)?,
+            Some(b'[') if name == field && !is_nested(value) => value.get(find(value, [b']'])? + 1..)?,
             _ => skip_value(value),
         };
         if name == field {
@@ -87,11 +87,14 @@ fn is_nested(array: &[u8]) -> bool {
     matches!(array.get(1..).map(skip_space), Some([b'"' | b'[', ..]))
 }
 
-/// Where the first byte of a kind is; fast, since a chunk is searched without a branch for each byte.
-pub(crate) fn find(text: &[u8], is_wanted: impl Fn(u8) -> bool) -> Option<usize> {
-    let contains = |chunk: &[u8]| chunk.iter().fold(false, |found, byte| found | is_wanted(*byte));
-    let (start, chunk) = (0..).step_by(CHUNK).zip(text.chunks(CHUNK)).find(|(_, chunk)| contains(chunk))?;
-    Some(start + chunk.iter().position(|byte| is_wanted(*byte))?)
+/// Where the first of the wanted bytes is; fast, since a chunk is searched without a branch for each byte.
+pub(crate) fn find<const N: usize>(text: &[u8], wanted: [u8; N]) -> Option<usize> {
+    // Bits of a byte each: of booleans the compiler makes no vectors.
+    let is_wanted = |byte: &u8| wanted.iter().fold(0, |found, each| found | u8::from(byte == each));
+    let (chunks, _) = text.as_chunks::<CHUNK>();
+    let contains = |chunk: &[u8; CHUNK]| chunk.iter().fold(0, |found, byte| found | is_wanted(byte)) != 0;
+    let start = CHUNK * chunks.iter().position(contains).unwrap_or(chunks.len());
+    Some(start + text.get(start..)?.iter().position(|byte| is_wanted(byte) != 0)?)
 }
 
 /// What follows a value: at a comma or the end of the object, if the text is valid.
@@ -111,7 +114,7 @@ fn skip_value(mut text: &[u8]) -> &[u8] {
 
 /// What follows a string, from after its first quotation mark.
 fn skip_string(mut text: &[u8]) -> &[u8] {
-    while let Some(mark) = find(text, |byte| matches!(byte, b'"' | b'\\')) {
+    while let Some(mark) = find(text, [b'"', b'\\']) {
         match text.get(mark..) {
             Some([b'\\', _, rest @ ..]) => text = rest,
             Some([b'"', rest @ ..]) => return rest,
