@@ -140,8 +140,37 @@ class RoutedBody(msgspec.Struct, frozen=True):
         sequences = 1
         if fields.n or fields.best_of:
             sequences = max(1, min(max(fields.n or 1, fields.best_of or 1), MAX_SEQUENCES))
-        parsed = cls(
+        prompt, is_rendered = given(fields.prompt) if fields.prompt else b"", fields.is_rendered_by_engine
+        is_listed, is_one_text = _TOKEN_LIST.match(prompt) is not None, False
+        source: PromptSource | None = None
+        media: PromptMedia | None = None
+        if is_listed:
+            content, token_ids = prompt, TokenPrompt(prompt, limit=max_prompt_tokens).token_ids
+            listed = {"prompt": token_ids} | read_token_lists(max_prompt_tokens, stop_token_ids=fields.stop_token_ids)
+        else:
+            listed = read_token_lists(
+                max_prompt_tokens, prompt=fields.prompt, input=fields.input, stop_token_ids=fields.stop_token_ids
+            )
+            content = prompt or given(fields.messages)
+            if api is not None:
+                media = PromptMedia()
+                source, content = TranslatedPrompt(body, api, media), content or given(fields.input)
+            elif not is_rendered and prompt:
+                source = PassedText(prompt, adds_special_tokens=fields.add_special_tokens is not False)
+                is_one_text = prompt.startswith(b'"') and not fields.needs_text
+            elif not is_rendered and content:
+                media = PromptMedia(bytes(fields.media_io_kwargs) + bytes(fields.mm_processor_kwargs))
+                source = PassedChat(fields, media)
+            token_ids = _stand_in(content, max_prompt_tokens)
+        return cls(
             model=fields.model or "",
+            token_ids=token_ids,
+            is_tokenized=is_listed and not is_rendered,
+            has_prompt=bool(content),
+            is_one_text=is_one_text,
+            media=media,
+            source=source,
+            listed_ids=listed,
             max_output_tokens=max(0, min(output, _MAX_TOKENS)),
             sequences=sequences,
             is_stream=bool(fields.stream),
@@ -149,36 +178,6 @@ class RoutedBody(msgspec.Struct, frozen=True):
             priority=fields.priority or 0,
             conversation_id=_text(fields.conversation_id) if fields.conversation_id else "",
             prompt_cache_key=_text(fields.prompt_cache_key) if fields.prompt_cache_key else "",
-        )
-        prompt, is_rendered = given(fields.prompt) if fields.prompt else b"", fields.is_rendered_by_engine
-        if _TOKEN_LIST.match(prompt):
-            token_ids = TokenPrompt(prompt, limit=max_prompt_tokens).token_ids
-            listed = {"prompt": token_ids} | read_token_lists(max_prompt_tokens, stop_token_ids=fields.stop_token_ids)
-            return replace(parsed, token_ids=token_ids, is_tokenized=not is_rendered, listed_ids=listed)
-        listed = read_token_lists(
-            max_prompt_tokens, prompt=fields.prompt, input=fields.input, stop_token_ids=fields.stop_token_ids
-        )
-        source: PromptSource | None = None
-        media: PromptMedia | None = None
-        content = prompt or given(fields.messages)
-        if api is not None:
-            media = PromptMedia()
-            source, content = TranslatedPrompt(body, api, media), content or given(fields.input)
-        elif not is_rendered and prompt:
-            source = PassedText(fields)
-            parsed = replace(parsed, is_one_text=prompt.startswith(b'"') and not fields.needs_text)
-        elif not is_rendered and content:
-            media = PromptMedia(bytes(fields.media_io_kwargs) + bytes(fields.mm_processor_kwargs))
-            source = PassedChat(fields, media)
-        token_ids = _stand_in(content, max_prompt_tokens)
-        return replace(
-            parsed,
-            token_ids=token_ids,
-            is_tokenized=False,
-            has_prompt=bool(content),
-            source=source,
-            media=media,
-            listed_ids=listed,
         )
 
     def as_chat(
@@ -277,5 +276,5 @@ def _stand_in(prompt: bytes, limit: int) -> bytes:
     # Found from the end in a third of the time.
     if prompt.rfind(b'"data:') >= 0:
         prompt = _DATA_URL.sub(lambda found: blake3(found[0]).digest(_MEDIUM_BYTES), prompt)
-    prompt = prompt.ljust(TOKEN_BYTES)
-    return prompt[: min(len(prompt) // TOKEN_BYTES, limit) * TOKEN_BYTES]
+    prompt = prompt.ljust(TOKEN_BYTES)[: limit * TOKEN_BYTES]
+    return prompt[: len(prompt) // TOKEN_BYTES * TOKEN_BYTES]

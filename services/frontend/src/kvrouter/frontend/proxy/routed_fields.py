@@ -105,17 +105,17 @@ class PassedText(PromptSource):
 
     field = "prompt"
 
-    def __init__(self, fields: RoutedFields) -> None:
-        """Takes it from the fields of a body."""
-        self._prompt = bytes(fields.prompt)
-        self._add_special_tokens = fields.add_special_tokens is not False
-        self.characters = len(self._prompt)
+    def __init__(self, prompt: bytes, *, adds_special_tokens: bool) -> None:
+        """Takes it as JSON. ``adds_special_tokens``: whether its text gets those that the tokenizer adds."""
+        self._prompt = prompt
+        self._adds_special_tokens = adds_special_tokens
+        self.characters = len(prompt)
 
     def slices(self, text: ModelText | None, limit: int) -> Slices[bytes]:
         """Tokenizes it in slices, and returns its tokens; see ``PromptSource``."""
         if self._prompt[:1] not in (b'"', b"["):
             raise BadRequest("prompt: expected a text or a list", field="prompt")
-        prompts = parse_prompts(self._prompt, add_special_tokens=self._add_special_tokens, limit=limit)
+        prompts = parse_prompts(self._prompt, add_special_tokens=self._adds_special_tokens, limit=limit)
         return (yield from prompts[0].slices(text, limit))
 
 
