@@ -107,11 +107,9 @@ class EngineConnections:
         origin, connection = self._running.pop(answer)
         if not connection.end():
             return
-        loop = asyncio.get_running_loop()
-        connection.idle_since = loop.time()
         self._idle.setdefault(origin, []).append(connection)
         if self._check is None:
-            self._check = loop.call_later(_IDLE_SECONDS, self._close_old)
+            self._check = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self._close_old)
 
     def close(self) -> None:
         """Closes idle connections."""

@@ -213,6 +213,7 @@ class EngineConnection(asyncio.Protocol):
         if self._is_complete and self._keeps_connection and self._transport is not None:
             if self._is_paused:
                 self._read_on()
+            self.idle_since = self._loop.time()
             return True
         self.close()
         return False
