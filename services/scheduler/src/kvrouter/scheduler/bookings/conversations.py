@@ -186,7 +186,7 @@ class Conversations:
             if booking.expected_output_tokens:
                 self._metrics.output_ratios.observe(output_tokens / booking.expected_output_tokens)
             self._models.use(booking.pool.model).add(output_tokens)
-            self._tenants.use((booking.component, booking.tenant)).add(output_tokens)
+            self._tenants.use((booking.pool.name, booking.tenant)).add(output_tokens)
         if not booking.conversation or not _is_turn(booking):
             return
         conversation = self._conversations.use((booking.component, booking.conversation))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 from kvrouter.scheduler.bookings.booking import Booking, Freed, SessionEnded
 from kvrouter.scheduler.bookings.table import BookingTable
-from kvrouter.scheduler.load.cache_hits import tier_tokens
+from kvrouter.scheduler.load.cache_hits import Difference, tier_tokens
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.v1.scheduler_pb2 import TierTokens
 
@@ -51,7 +51,13 @@ class BookingStatistics:
         predicted = min(booking.outcome.overlap_blocks, reachable)
         if booking.audited:
             self._metrics.audit(booking.pool.model, predicted, cached_tokens // block_size)
-            self._check_predictions(booking, predicted * block_size, cached_tokens)
+            difference = booking.pool.prediction_check.add(
+                prompt_tokens=prompt_tokens,
+                predicted_tokens=predicted * block_size,
+                reported_tokens=min(cached_tokens, prompt_tokens),
+            )
+            if difference is not None:
+                _warn_of(difference, booking)
         outcome = booking.outcome
         predicted_lower = None
         if outcome.HasField("lower_blocks"):
@@ -70,21 +76,15 @@ class BookingStatistics:
             predicted_lower_tokens=predicted_lower,
         )
 
-    def _check_predictions(self, booking: Booking, predicted_tokens: int, cached_tokens: int) -> None:
-        """Logs a persistent difference between predictions and reports."""
-        prompt_tokens = booking.prompt.tokens
-        difference = booking.pool.prediction_check.add(
-            prompt_tokens=prompt_tokens,
-            predicted_tokens=predicted_tokens,
-            reported_tokens=min(cached_tokens, prompt_tokens),
-        )
-        if difference is not None:
-            log.warning(
-                "cache.predictions_differ",
-                component_name=str(booking.component),
-                model=booking.pool.model,
-                requests=difference.requests,
-                predicted_share=round(difference.predicted, 3),
-                reported_share=round(difference.reported, 3),
-                advice=difference.advice,
-            )
+
+def _warn_of(difference: Difference, booking: Booking) -> None:
+    """Logs a persistent difference between predictions and reports."""
+    log.warning(
+        "cache.predictions_differ",
+        component_name=str(booking.component),
+        model=booking.pool.model,
+        requests=difference.requests,
+        predicted_share=round(difference.predicted, 3),
+        reported_share=round(difference.reported, 3),
+        advice=difference.advice,
+    )
