@@ -32,8 +32,7 @@ def checked_key(booking: BookingKey) -> Key:
     Raises:
         BadRequest: the request id is empty or too long or has control characters, or there is no such stage.
     """
-    key = key_of(booking)
-    request_id, _, stage = key
+    request_id, stage = booking.request_id, booking.stage or _WHOLE
     if not request_id:
         raise BadRequest(
             "the request id is empty", field="booking.request_id", advice=f"Send 1 to {MAX_REQUEST_ID_BYTES} bytes."
@@ -41,7 +40,7 @@ def checked_key(booking: BookingKey) -> Key:
     check_request_id(request_id, MAX_REQUEST_ID_BYTES, "booking.request_id")
     if stage not in _STAGES:
         raise BadRequest(f"unknown stage {stage}", field="booking.stage", advice="Send a stage of the contract.")
-    return key
+    return (request_id, booking.attempt, stage)
 
 
 class OfRank(Protocol):

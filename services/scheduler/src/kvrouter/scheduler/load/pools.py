@@ -141,7 +141,9 @@ class Pools:
 
     def get(self, name: ComponentName) -> Pool | None:
         """Returns a component by name; None if it is not registered."""
-        view = self._directory.components.get(name)
+        view, pool = self._directory.components.get(name), self._pools.get(name)
+        if pool is not None and pool.view is view:
+            return pool
         return self._current(view) if view is not None and view.descriptor.block_size else None
 
     def named(self, namespace: str, name: str) -> Pool:

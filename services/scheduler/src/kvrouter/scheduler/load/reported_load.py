@@ -15,7 +15,7 @@ from kvrouter.net.local.messages import LiveMessages, Message, Receiver, Subscri
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.scheduler.identifiers import rank_of
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.scheduler.policies.interface import Column
+from kvrouter.scheduler.policies.interface import Column, largest
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
 from numpy.typing import NDArray
@@ -128,7 +128,7 @@ class LoadReports:
 
     def others(self, now: float) -> Column | None:
         """Returns the reported requests of every registered rank beyond those booked; None if there are none."""
-        if not np.count_nonzero(self._others):
+        if not largest(self._others):
             return None
         others: Column = self._others * (now - self._heard <= self._max_age)
         return others

@@ -81,11 +81,11 @@ class Predictions:
 
     def concern(self, pool: Pool, prompt: Prompt) -> bool:
         """Returns whether blocks of a prompt are predicted on any rank."""
-        return prompt.indexed_blocks is not None or self.some_of(pool)
+        return self.everywhere or bool(pool.worker_set.without_events) or prompt.indexed_blocks is not None
 
     def all_of(self, pool: Pool) -> bool:
         """Returns whether those of every rank are predicted, so that no Indexer knows more."""
-        return self.everywhere or len(pool.worker_set.without_events) == len(pool.worker_set)
+        return self.everywhere or len(pool.worker_set.without_events) == len(pool.candidates)
 
     def overlaps(self, pool: Pool, prompt: Prompt) -> Overlaps:
         """Returns the predicted leading blocks of a prompt on each rank."""

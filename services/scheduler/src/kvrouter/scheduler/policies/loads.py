@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +28,8 @@ class Loads:
         """Takes the packed columns of ``kvrouter.core.LoadColumns``, and the time at which they were read, seconds."""
         self.packed = packed
         self.now = now
-
-    @cached_property
-    def rows(self) -> NDArray[np.int64]:
+        self.rows: NDArray[np.int64] = np.ndarray((_COLUMNS, len(packed) // (8 * _COLUMNS)), np.int64, packed)
         """The packed columns as rows; the last one has the bits of float64."""
-        return np.ndarray((_COLUMNS, len(self.packed) // (8 * _COLUMNS)), np.int64, self.packed)
 
     def at(self, places: NDArray[np.intp]) -> Loads:
         """Returns the load of some of the ranks."""

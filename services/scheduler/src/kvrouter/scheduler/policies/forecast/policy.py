@@ -248,7 +248,7 @@ def weigh_candidates(context: SchedulingContext, free_slots: Amounts) -> Weighin
     if NATIVE is None:
         return weigh_here(context, free_slots)
     rows, open_ranks, cheapest = NATIVE.weigh(
-        (context.prompt_tokens, context.block_size, context.latency_calibration, context.now),
+        (context.prompt_tokens, context.block_size, context.latency_calibration, context.loads.now),
         context.loads.packed,
         free_slots,
         context.relative_latency,
