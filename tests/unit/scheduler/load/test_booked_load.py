@@ -13,6 +13,7 @@ from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad, Expected
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.errors import TooLarge
+from msgspec.structs import replace
 
 from ..harness import BLOCK, prompt
 
@@ -119,9 +120,9 @@ def test_without_reuse_requests_share_no_blocks() -> None:
 
 def test_each_sequence_of_a_request_counts_until_it_is_freed() -> None:
     load = booked_load()
-    load.book(key(1), (1, 0), prompt(2)._replace(sequences=5), 0)
+    load.book(key(1), (1, 0), replace(prompt(2), sequences=5), 0)
     load.book(key(2), (1, 0), prompt(2), 0)
-    load.book(key(2), (1, 0), prompt(2)._replace(sequences=9), 0)
+    load.book(key(2), (1, 0), replace(prompt(2), sequences=9), 0)
     assert load.loads().requests.tolist() == [6, 0]
     assert load.load_by_rank()[1, 0].requests == 6
     assert load.most_booked((1, 0)) == 6

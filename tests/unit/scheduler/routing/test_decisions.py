@@ -56,7 +56,7 @@ def decided(decisions: Decisions, request_id: str = "r", *, candidates: int = 2)
     weighed = context(candidates, active_blocks=list(range(candidates)), overlap_blocks=[1] * candidates)
     choice = POLICIES["kv"].decide(weighed, Random(1))
     return Decision(
-        decision_id=decisions.next_id(),
+        decision_id=next(decisions.ids),
         component=POOL,
         key=(request_id, 0, Stage.STAGE_WHOLE),
         mode="kv",
@@ -115,8 +115,8 @@ def test_candidates_are_bounded_over_all_decisions() -> None:
 
 def test_ids_are_not_repeated_by_the_next_incarnation_of_a_scheduler() -> None:
     first, second = Decisions(1), Decisions(1)
-    earlier = [first.next_id() for _ in range(3)]
-    assert second.next_id() > earlier[0]
+    earlier = [next(first.ids) for _ in range(3)]
+    assert next(second.ids) > earlier[0]
     assert earlier == sorted(set(earlier))
 
 

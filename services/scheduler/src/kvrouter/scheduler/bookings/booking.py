@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 from kvrouter.core import Rank
@@ -35,12 +34,11 @@ class Placement(msgspec.Struct, frozen=True):
     prefill_tokens: int
 
 
-@dataclass(slots=True, eq=False)
-class Booking:
+class Booking(msgspec.Struct, eq=False):
     """A live booking. Only the booking table and its ownership change it."""
 
     key: Key
-    pool: Pool = field(repr=False)
+    pool: Pool
     prompt: Prompt
     """Without local hashes, unless overlaps are predicted."""
     placement: Placement
@@ -68,7 +66,7 @@ class Booking:
     output_tokens: int = 0
     has_local_progress: bool = False
     """Whether its progress was reported here while only other Schedulers owned it, which learn it from here."""
-    owners: dict[SchedulerIncarnation, Placement] = field(default_factory=dict)
+    owners: dict[SchedulerIncarnation, Placement] = msgspec.field(default_factory=dict)
     """Its owners, each with its choice of a placement."""
 
     @property

@@ -184,8 +184,9 @@ class Overlaps(msgspec.Struct, frozen=True):
 
     def write_cursor(self, rank: Rank, response: SelectWorkerResponse) -> None:
         """Sets how far a rank's events were applied; leaves it unset if the rank is not in the answer."""
-        if self.next_event_ids and self.is_indexed(rank):
-            source, cursor = self.listed.place_of[rank], response.cursor
+        source = self.listed.place_of.get(rank)
+        if source is not None and source < len(self.next_event_ids):
+            cursor = response.cursor
             cursor.incarnation = int(self.listed.incarnations[source])
             cursor.next_event_id = self.next_event_ids[source]
 

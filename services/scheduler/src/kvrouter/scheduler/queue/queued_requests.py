@@ -22,7 +22,7 @@ from typing import NamedTuple
 import structlog
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.scheduler.bookings.booking import Booking, Freed, Moved, OwnerRemoved, PrefillCompleted
+from kvrouter.scheduler.bookings.booking import Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.identifiers import Key, rank_message
 from kvrouter.scheduler.load.pools import Pool
@@ -115,18 +115,10 @@ class QueuedRequests:
             DeadlineExceeded: it could not meet its deadline.
             KvRouterError: no rank can take it.
         """
-        if self._wake.is_set():
-            self.look()
-        component = self._components.get(request.pool.name)
-        queued_tokens = {} if component is None else component.queue.queued_tokens()
-        decision = self.router.decide(request, overlaps, queued_tokens=queued_tokens)
-        if (
-            component is not None
-            and component.queue.is_behind
-            and request.options.queues
-            and isinstance(decision.verdict, Choice)
-        ):
-            decision = decision.behind_the_queue()
+        if not self._waiting:
+            decision = self.router.decide(request, overlaps)
+        else:
+            decision = self._decide_behind(request, overlaps)
         key, verdict = request.booking.key, decision.verdict
         if key is None or not isinstance(verdict, Wait) or not self.max_queued_requests:
             response = self.router.settle(request, overlaps, decision)
@@ -139,10 +131,19 @@ class QueuedRequests:
         try:
             return await self._enqueue(request, key, overlaps, decision, verdict, selection, deadline)
         except (AllBusy, DeadlineExceeded) as error:
-            decision_id = self.router.decisions.next_id()
+            decision_id = next(self.router.decisions.ids)
             late = replace(decision, decision_id=decision_id, decided_unix_ns=time.time_ns())
             self.router.decisions.add(late.refused(error))
             raise
+
+    def _decide_behind(self, request: RequestContext, overlaps: Overlaps) -> Decision:
+        """Decides on a new request while others are queued."""
+        if self._wake.is_set():
+            self.look()
+        decision = self.router.decide(request, overlaps, queued_tokens=self.queued_tokens(request.pool.name))
+        component = self._components.get(request.pool.name)
+        is_behind = component is not None and component.queue.is_behind and request.options.queues
+        return decision.behind_the_queue() if is_behind and isinstance(decision.verdict, Choice) else decision
 
     async def _enqueue(
         self,
@@ -242,18 +243,13 @@ class QueuedRequests:
         """Subscribes to changes of bookings. Those that make room start a pass."""
         booking_table.subscribe(PrefillCompleted, self._progressed)
         booking_table.subscribe(Moved, self._progressed)
-        booking_table.subscribe(OwnerRemoved, self._owner_removed)
-        booking_table.subscribe(Freed, self._freed)
+        booking_table.subscribe(OwnerRemoved, self._ended)
+        booking_table.subscribe(Freed, self._ended)
 
-    def _owner_removed(self, change: OwnerRemoved) -> None:
-        if not change.booking.owners:
-            self._ended(change.booking)
-
-    def _freed(self, change: Freed) -> None:
-        if change.booking is not None:
-            self._ended(change.booking)
-
-    def _ended(self, booking: Booking) -> None:
+    def _ended(self, change: OwnerRemoved | Freed) -> None:
+        booking = change.booking
+        if booking is None or (isinstance(change, OwnerRemoved) and booking.owners):
+            return
         pool = booking.pool
         if (component := self._components.get(pool.name)) is not None:
             component.queue.ended(booking.key)

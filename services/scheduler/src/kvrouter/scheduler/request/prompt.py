@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
 
+import msgspec
 from kvrouter.core import Scope, local_hashes, sequence_hashes
 from kvrouter.runtime.requests import check_prompt_length, content_in_blocks, longest_prompt, pack_local_hashes
 from kvrouter.v1.common_pb2 import RoutingRequest
@@ -16,7 +16,7 @@ MAX_SEQUENCES = 1024
 _EMPTY = "Send 1 token id or more, or local hashes with prompt_tokens."
 
 
-class Prompt(NamedTuple):
+class Prompt(msgspec.Struct, frozen=True):
     """A prompt as blocks."""
 
     tokens: int
@@ -31,10 +31,6 @@ class Prompt(NamedTuple):
     """Number of sequences that the engine generates from it, each of which takes a slot."""
     indexed_blocks: int | None = None
     """Leading blocks that an index can know; further ones have content whose id only the engine knows. None for all."""
-
-    def without_local_hashes(self) -> Prompt:
-        """Returns the prompt as bookings keep it: load is counted by sequence hashes."""
-        return Prompt(self.tokens, b"", *self[2:])
 
     def __repr__(self) -> str:
         """Returns the size only: hashes are long."""

@@ -23,7 +23,6 @@ from kvrouter.scheduler.policies.catalogue import POLICIES
 from kvrouter.scheduler.policies.interface import Choice, Explanation, SchedulingContext, Wait, rank_label
 from kvrouter.scheduler.routing.context import RequestContext
 from kvrouter.scheduler.routing.snapshot import CandidateSnapshot, context_of, expected_load_ms, snapshot
-from kvrouter.scheduler.workers.candidates import Candidate
 from kvrouter.v1.common_pb2 import PrefillDecision, Stage
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.names import ComponentName
@@ -80,16 +79,6 @@ class Decision(msgspec.Struct, frozen=True):
     def rank(self) -> Rank:
         """The rank of the dispatch, or of the wait."""
         return self.snapshot.worker_set.ranks[self.place]
-
-    @property
-    def candidate(self) -> Candidate:
-        """The candidate of the rank."""
-        return self.snapshot.worker_set.candidates[self.place]
-
-    @property
-    def overlap_blocks(self) -> int:
-        """Leading blocks of the prompt on the rank."""
-        return int(self.snapshot.overlap_blocks[self.place])
 
     def expected(self, request: RequestContext) -> Expected:
         """Returns what the first token of the dispatch will show.
@@ -330,14 +319,11 @@ class Decisions:
         self._ring: deque[Decision] = deque()
         self._rows = 0
         # Starting at the time keeps ids of a Scheduler's earlier life apart from those of this one.
-        self._ids = itertools.count(time.time_ns())
+        self.ids = itertools.count(time.time_ns())
+        """Ids of the next decisions."""
 
     def __len__(self) -> int:
         return len(self._ring)
-
-    def next_id(self) -> int:
-        """Id of the next decision."""
-        return next(self._ids)
 
     def add(self, decision: Decision) -> None:
         """Keeps a decision, at the expense of the oldest ones."""

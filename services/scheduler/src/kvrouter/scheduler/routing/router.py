@@ -133,7 +133,7 @@ class Router:
             overlaps,
             rng=self.rng,
             now=self.clock(),
-            decision_id=self.decisions.next_id(),
+            decision_id=next(self.decisions.ids),
             queued_tokens=queued_tokens,
             conversation=self.conversation(context) if context.conversation else None,
             expected_output_tokens=expected
@@ -152,17 +152,17 @@ class Router:
         Raises:
             KvRouterError: it cannot be booked.
         """
-        key = context.booking.key
+        key, rank = context.booking.key, decision.rank
         response = selection_response(decision, overlaps)
         response.sharding_advised = self.is_behind()
         if context.ignored_overrides:
             response.ignored_overrides.extend(context.ignored_overrides)
-        if key is not None and not self._book(context, key, decision, response):
+        if key is not None and not self._book(context, key, rank, decision, response):
             repeated = self.earlier_outcome(context, key)  # at another Scheduler, which announced it meanwhile
             if repeated is None:
                 raise BookingFreed(key[0])
             return repeated
-        context.pool.previous[decision.mode] = decision.rank
+        context.pool.previous[decision.mode] = rank
         self.decisions.add(decision)
         return response
 
@@ -170,6 +170,7 @@ class Router:
         self,
         context: RequestContext,
         key: Key,
+        rank: Rank,
         decision: Decision,
         response: SelectWorkerResponse,
     ) -> bool:
@@ -181,8 +182,8 @@ class Router:
         booking = Booking(
             key,
             pool,
-            prompt if is_predicted else prompt.without_local_hashes(),
-            Placement(decision.rank, decision.prefill_tokens),
+            prompt if is_predicted else replace(prompt, local_hashes=b""),
+            Placement(rank, decision.prefill_tokens),
             response,
             audited=queried_indexer and prompt.indexed_blocks is None and not decision.is_prefilled_remotely,
             most_overlap_blocks=decision.snapshot.live_overlap(is_retry=key[1] > 0),
@@ -233,17 +234,17 @@ class Router:
 
 def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerResponse:
     """Returns the response for a decision made from ``overlaps``."""
-    candidate = decision.candidate
+    snapshot, place = decision.snapshot, decision.place
+    candidate = snapshot.worker_set.candidates[place]
     # To parse what is the same for each request of a rank takes a fifth of the time of building it from its parts.
     response = SelectWorkerResponse.FromString(
         _template(candidate.rank, candidate.endpoint, candidate.role, decision.component, decision.mode)
     )
-    response.overlap_blocks = decision.overlap_blocks
+    response.overlap_blocks = int(snapshot.overlap_blocks[place])
     response.prompt_blocks = decision.prompt_blocks
     response.decision_id = decision.decision_id
     response.load_only = decision.load_only
     response.queued_us = int(decision.queued_seconds * 1e6)
-    snapshot, place = decision.snapshot, decision.place
     if snapshot.prefill is not None and (prefill := decision.prefill) is not None:
         response.prefill.CopyFrom(prefill)
     if (lower := snapshot.lower_of(place)) is not None:
