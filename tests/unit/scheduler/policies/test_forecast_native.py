@@ -56,13 +56,13 @@ def contexts(draw: st.DrawFn) -> SchedulingContext:
 @settings(max_examples=500, deadline=None)
 @given(contexts())
 def test_native_terms_are_those_of_the_policy(given_context: SchedulingContext) -> None:
-    expected = policy.weigh_here(given_context, given_context.free_slots)
-    native = policy.weigh_candidates(given_context, given_context.free_slots)
-    for name, ours, theirs in zip((*policy.Weighed._fields, "cost"), native.rows, expected.rows, strict=True):
+    expected, open_ranks, lowest = policy.weigh_here(given_context, given_context.free_slots)
+    rows, native_open_ranks, native_lowest = policy.weigh_candidates(given_context, given_context.free_slots)
+    for name, ours, theirs in zip((*policy.Weighed._fields, "cost"), rows, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-6, err_msg=name)
-    assert native.open_ranks == expected.open_ranks
+    assert native_open_ranks == open_ranks
     # Equal costs may differ in their last bits.
-    cheapest = expected.rows[-1, [*native.cheapest, *expected.cheapest]]
+    cheapest = expected[-1, [*native_lowest, *lowest]]
     np.testing.assert_allclose(cheapest, cheapest.min(), rtol=1e-9, atol=1e-6)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from kvrouter.core import FORECAST_MODEL
@@ -144,9 +144,11 @@ class ForecastPolicy(Policy):
                 "free_slots": slots,
             }
 
-        has_slot, load = open_ranks > 0, context.loads.of(index)
+        # In the order of RankLoad.
+        active_blocks, _, requests, leading_blocks, head_tokens, *_ = context.loads.rows[:, index].tolist()
+        has_slot = open_ranks > 0
         new_tokens, total = int(weighed.new_tokens), int(context.total_blocks[index])
-        lacks_blocks = total > 0 and load.active_blocks > total
+        lacks_blocks = total > 0 and active_blocks > total
         if not has_slot:
             reason = "the free room is kept for other tenants" if is_limited else "no rank has a free slot"
         elif lacks_blocks:
@@ -155,8 +157,8 @@ class ForecastPolicy(Policy):
             is_any = open_ranks == len(context.ranks)
             reason = "lowest cost" if is_any else "lowest cost of the ranks with a free slot"
         explanation = Explanation(reason, rows[-1], OnDemand(terms), formula)
-        added = context.prompt_tokens - load.leading_active_blocks * context.block_size
-        slot = int(total * context.block_size / max(1.0, float(slots[index]) + load.requests))
+        added = context.prompt_tokens - leading_blocks * context.block_size
+        slot = int(total * context.block_size / max(1.0, float(slots[index]) + requests))
         use_tokens = max(added, slot)
         if lacks_blocks or not has_slot:
             return Wait(
@@ -177,7 +179,7 @@ class ForecastPolicy(Policy):
             use_tokens,
             prefill_tokens=new_tokens,
             forecast_ms=forecast_ms if weighed.fit else None,
-            idle_forecast_ms=None if load.head_prefill_tokens else forecast_ms,
+            idle_forecast_ms=None if head_tokens else forecast_ms,
         )
 
 
@@ -232,15 +234,9 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed[NDArray[Any]]:
     )
 
 
-class Weighing(NamedTuple):
-    """All candidates, weighed against each other."""
-
-    rows: Amounts
-    """Those of ``Weighed``, and the cost: a column for each candidate."""
-    open_ranks: int
-    """Number of candidates with a free slot."""
-    cheapest: Sequence[int]
-    """Indexes of the cheapest of these, or of all if there are none."""
+Weighing: TypeAlias = tuple[Amounts, int, Sequence[int]]
+"""All candidates, weighed against each other: the rows of ``Weighed`` and the cost, with a column for each candidate;
+the number of candidates with a free slot; and the indexes of the cheapest of these, or of all if there are none."""
 
 
 def weigh_candidates(context: SchedulingContext, free_slots: Amounts) -> Weighing:
@@ -256,7 +252,7 @@ def weigh_candidates(context: SchedulingContext, free_slots: Amounts) -> Weighin
         (context.overlap_blocks, context.queued_blocks, context.total_blocks, context.max_batched_tokens),
     )
     shape = len(Weighed._fields) + 1, len(context.ranks)
-    return Weighing(np.ndarray(shape, np.float64, rows), open_ranks, cheapest)
+    return np.ndarray(shape, np.float64, rows), open_ranks, cheapest
 
 
 def weigh_here(context: SchedulingContext, free_slots: Amounts) -> Weighing:
@@ -265,7 +261,7 @@ def weigh_here(context: SchedulingContext, free_slots: Amounts) -> Weighing:
     costs = np.add.reduce(columns[:_COST_TERMS])
     is_open = free_slots >= 1
     allowed = np.where(is_open, costs, np.inf) if is_open.any() else costs
-    return Weighing(np.array([*columns, costs]), int(is_open.sum()), np.flatnonzero(allowed == allowed.min()).tolist())
+    return np.array([*columns, costs]), int(is_open.sum()), np.flatnonzero(allowed == allowed.min()).tolist()
 
 
 def recomputations(chance: Amounts) -> Amounts:
