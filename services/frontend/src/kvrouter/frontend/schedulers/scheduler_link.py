@@ -26,7 +26,7 @@ from kvrouter.net import trace_context
 from kvrouter.net.backoff import Backoff
 from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.tracing import Kind, is_recording, span
+from kvrouter.runtime.tracing import client_call
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey, LowerTiers, RoutingRequest
 from kvrouter.v1.errors import (
@@ -229,7 +229,7 @@ class SchedulerLink:
             request.time_left_ms = int(seconds * 1e3)
         limit = Deadline.after(_LONGEST_SELECTION_SECONDS)
         call = session.connection.scheduler.select_worker(request, deadline=limit)
-        return _traced(call) if is_recording() else call
+        return client_call("kvrouter.v1.SchedulerService/SelectWorker", call)
 
     def _unanswered(self) -> KvRouterError:
         if self._monitor.silent:
@@ -454,8 +454,3 @@ class SchedulerLink:
                 await self._choice.changed()
             elif await self._choice.answers(*better, self._heartbeat_timeout):
                 raise _SessionEnded(f"{better[0]} is now the component's Scheduler")
-
-
-async def _traced(call: Coroutine[Any, Any, pb.SelectWorkerResponse]) -> pb.SelectWorkerResponse:
-    with span("kvrouter.v1.SchedulerService/SelectWorker", Kind.CLIENT):
-        return await call

@@ -16,7 +16,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.tracing import Kind, span
+from kvrouter.runtime.tracing import client_call
 from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import HASH_BYTES, Prompt
 from kvrouter.scheduler.workers.candidates import ListedRanks, WorkerSet
@@ -221,10 +221,10 @@ async def ask(
     if indexer is None:
         return Overlaps(failure="no_indexer")
     try:
-        with span("kvrouter.v1.IndexerService/FindMatches", Kind.CLIENT):
-            answer = await indexer.find_matches_of_hashes(
-                component, hashes, block_size=block_size, deadline=deadline.within(timeout_seconds)
-            )
+        query = indexer.find_matches_of_hashes(
+            component, hashes, block_size=block_size, deadline=deadline.within(timeout_seconds)
+        )
+        answer = await client_call("kvrouter.v1.IndexerService/FindMatches", query)
         return read_answer(answer, len(hashes) // HASH_BYTES)
     except DeadlineExceeded:
         return Overlaps(failure="timeout")
