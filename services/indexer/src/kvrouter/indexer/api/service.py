@@ -301,9 +301,9 @@ class IndexerService:
         return index
 
     def _ready(self, name: ComponentName) -> ComponentIndex:
-        index = self._named(name)
-        if not index.ready:
-            raise NotReady(f"the index of {index.name} is being restored")
+        index = self._replica.components.get(name)
+        if index is None or not index.ready:
+            raise NotReady(f"the index of {self._named(name).name} is being restored")
         return index
 
     async def _hashes(self, request: pb.FindMatchesRequest, block_size: int) -> bytes:
