@@ -42,8 +42,8 @@ class Deadline(msgspec.Struct, frozen=True):
 
     def within(self, seconds: float) -> Deadline:
         """Returns the earlier of this deadline and one a number of seconds from now, to limit a nested call."""
-        limit = Deadline.after(seconds)
-        return limit if self.at is None or limit.at is None or limit.at < self.at else self
+        at = time.monotonic() + seconds
+        return Deadline(at) if self.at is None or at < self.at else self
 
     def or_after(self, seconds: float) -> Deadline:
         """Returns this deadline, or if there is none, one a number of seconds from now."""

@@ -7,7 +7,6 @@ from kvrouter.scheduler.bookings.booking import Booking, Freed, SessionEnded
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.cache_hits import Difference, tier_tokens
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.v1.scheduler_pb2 import TierTokens
 
 log = structlog.get_logger(component="scheduler")
 
@@ -24,6 +23,7 @@ class BookingStatistics:
         booking_table.subscribe(SessionEnded, self._session_ended)
 
     def _freed(self, change: Freed) -> None:
+        """Compares the predicted overlap with the worker's cached tokens."""
         booking = change.booking
         if booking is None:
             return
@@ -33,18 +33,10 @@ class BookingStatistics:
             log.warning(
                 "booking.lease_expired", request_id=request_id, attempt=attempt, component_name=str(booking.component)
             )
-        if change.cached_tokens is not None:
-            lower = change.lower_cached_tokens
-            lower_tokens = None if lower is None else tier_tokens(lower)
-            self._compare_prediction(booking, change.cached_tokens, lower_tokens)
-
-    def _session_ended(self, change: SessionEnded) -> None:
-        bookings = len(change.bookings)
-        self._metrics.lost_bookings.inc(bookings)
-        log.info("session.expired", session=change.session_id, client=change.client_name, bookings=bookings)
-
-    def _compare_prediction(self, booking: Booking, cached_tokens: int, lower_tokens: TierTokens | None) -> None:
-        """Compares the predicted overlap with the worker's cached tokens."""
+        cached_tokens, lower = change.cached_tokens, change.lower_cached_tokens
+        if cached_tokens is None:
+            return
+        lower_tokens = None if lower is None else tier_tokens(lower)
         block_size, prompt_tokens = booking.pool.booked_load.block_size, booking.prompt.tokens
         # The block of the last token is computed even if it is cached: the model needs its output.
         reachable = (prompt_tokens - 1) // block_size
@@ -75,6 +67,11 @@ class BookingStatistics:
             lower_tokens=lower_tokens,
             predicted_lower_tokens=predicted_lower,
         )
+
+    def _session_ended(self, change: SessionEnded) -> None:
+        bookings = len(change.bookings)
+        self._metrics.lost_bookings.inc(bookings)
+        log.info("session.expired", session=change.session_id, client=change.client_name, bookings=bookings)
 
 
 def _warn_of(difference: Difference, booking: Booking) -> None:

@@ -138,8 +138,7 @@ class BookingTable:
             self._restore(booking, earlier)
         booking.owners[owner] = placement
         self._index(booking)
-        self._publish(Booked(booking))
-        self._publish(OwnerAdded(booking, owner))
+        self._publish(Booked(booking), OwnerAdded(booking, owner))
         return True
 
     def add_owner(self, booking: Booking, owner: SchedulerIncarnation, placement: Placement) -> None:
@@ -244,9 +243,10 @@ class BookingTable:
             self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens, lower_cached_tokens, output_tokens))
         return booking
 
-    def _publish(self, change: BookingChange) -> None:
-        for listener in self._listeners.get(type(change), ()):
-            listener(change)
+    def _publish(self, *changes: BookingChange) -> None:
+        for change in changes:
+            for listener in self._listeners.get(type(change), ()):
+                listener(change)
 
     def _note_progress(self, booking: Booking, *, is_remote: bool) -> None:
         booking.has_local_progress |= not is_remote and not self.is_here(booking)

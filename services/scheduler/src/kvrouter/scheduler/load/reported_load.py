@@ -15,7 +15,7 @@ from kvrouter.net.local.messages import LiveMessages, Message, Receiver, Subscri
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.scheduler.identifiers import rank_of
 from kvrouter.scheduler.metrics import SchedulerMetrics
-from kvrouter.scheduler.policies.interface import Column, largest
+from kvrouter.scheduler.policies.interface import Column
 from kvrouter.v1.events_pb2 import LoadReport
 from kvrouter.v1.names import ComponentName
 from numpy.typing import NDArray
@@ -67,6 +67,7 @@ class LoadReports:
         self._shares = np.zeros(0)
         self._prefill_tokens: Column = np.zeros(0, np.int64)
         self._others: Column = np.zeros(0, np.int64)
+        self._has_others = False
         self._heard = np.zeros(0)
 
     def set_ranks(self, registered: Iterable[tuple[Rank, int]]) -> None:
@@ -81,6 +82,7 @@ class LoadReports:
         count = len(self._places)
         self._shares, self._prefill_tokens = np.zeros(count), np.zeros(count, np.int64)
         self._others = np.zeros(count, np.int64)
+        self._has_others = False
         self._heard = np.full(count, -np.inf)
         for rank, arrived in self._reports.items():
             self._show(rank, arrived)
@@ -128,7 +130,7 @@ class LoadReports:
 
     def others(self, now: float) -> Column | None:
         """Returns the reported requests of every registered rank beyond those booked; None if there are none."""
-        if not largest(self._others):
+        if not self._has_others:
             return None
         others: Column = self._others * (now - self._heard <= self._max_age)
         return others
@@ -138,6 +140,7 @@ class LoadReports:
         self._shares[place] = report.active_blocks / report.total_blocks if report.total_blocks else 0.0
         self._prefill_tokens[place] = min(report.prefill_tokens, _LARGEST)
         self._others[place] = arrived.others
+        self._has_others = bool(self._others.any())
         self._heard[place] = arrived.at
 
     def _is_outrun(self, report: LoadReport, arrived: _Arrived, now: float) -> bool:

@@ -106,19 +106,21 @@ class Predictions:
         booking_table.subscribe(Freed, self._freed)
 
     def _booked(self, change: Booked) -> None:
-        self._place(change.booking, is_new=True)
+        if change.booking.prompt.local_hashes:
+            self._place(change.booking, is_new=True)
 
     def _moved(self, change: Moved) -> None:
         booking = change.booking
         predicted = self._predicted.get(booking.pool.name)
         if predicted is not None:
             predicted.evictions.move(booking.key)
-        self._place(booking, is_new=False)
+        if booking.prompt.local_hashes:
+            self._place(booking, is_new=False)
 
     def _place(self, booking: Booking, *, is_new: bool) -> None:
         pool, prompt, rank = booking.pool, booking.prompt, booking.placement.rank
         candidate = pool.worker_set.candidate(rank)
-        if candidate is None or not prompt.local_hashes:
+        if candidate is None:
             return
         if self.everywhere or not candidate.publishes_events or prompt.indexed_blocks is not None:
             if self._waiting is not None:

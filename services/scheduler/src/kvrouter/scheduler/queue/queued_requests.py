@@ -125,7 +125,8 @@ class QueuedRequests:
             if key is not None and verdict is not None and self.max_queued_requests:
                 queue = self._component(request.pool).queue
                 queue.dispatched(key, request.tenant, verdict.use_tokens, request.conversation)
-                self._began(request, key, verdict)
+                tokens = request.prompt.tokens
+                request.pool.headroom.began(key, request.tenant, verdict.use_tokens, tokens, self.clock())
             return response
         self.router.decisions.add(decision.queued())
         try:
@@ -226,11 +227,6 @@ class QueuedRequests:
             for key in component.queue.late(self.clock()):
                 self._refuse_late(component, key)
             self._release(component)
-
-    def _began(self, request: RequestContext, key: Key, verdict: Choice | Wait) -> None:
-        """Counts a booked request for its tenant, until its booking ends."""
-        tokens = request.prompt.tokens
-        request.pool.headroom.began(key, request.tenant, verdict.use_tokens, tokens, self.clock())
 
     def _component(self, pool: Pool) -> _Component:
         component = self._components.get(pool.name)
@@ -349,7 +345,9 @@ class QueuedRequests:
             try:
                 queued = replace(decision, queued_seconds=now - waiting.queued_from)
                 response = self.router.settle(waiting.request, waiting.overlaps, queued)
-                self._began(waiting.request, key, verdict)
+                request = waiting.request
+                tokens = request.prompt.tokens
+                request.pool.headroom.began(key, request.tenant, verdict.use_tokens, tokens, self.clock())
             except Exception as error:
                 component.queue.ended(key)
                 self._end(component, key, "refused", error)

@@ -67,6 +67,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Whether a prefill worker computes the prompt."""
     queued_seconds: float = 0.0
     """Time of the request in the queue."""
+    expected_output_tokens: float = 0.0
+    """Expected length of the output; 0 if unknown, or if no candidate was left."""
     model_choice: str = ""
     """How the Frontend chose the model; empty if it is the one that the client named."""
 
@@ -107,11 +109,6 @@ class Decision(msgspec.Struct, frozen=True):
         computed = tokens * token_ms * load.latency_calibration.value
         share = np.minimum(modelled * load.load_factors()[:, place], computed)
         return ExpectedLoad(self.rank, tuple(tokens.tolist()), float(modelled.sum()), float(share.sum()), forecast_ms)
-
-    @property
-    def expected_output_tokens(self) -> float:
-        """Expected length of the output; 0 if unknown."""
-        return 0.0 if self.context is None else self.context.expected_output_tokens
 
     @property
     def prefill(self) -> PrefillDecision | None:
@@ -294,6 +291,7 @@ def decide(
         place=place,
         prefill_tokens=prefill_tokens,
         is_prefilled_remotely=is_remote,
+        expected_output_tokens=0.0 if context is None else expected_output_tokens,
         model_choice=request.model_choice,
     )
 
