@@ -134,11 +134,11 @@ class RelativeLatency:
 
     def _estimate(self, now: float) -> NDArray[np.float64]:
         means = self._means.values()
-        weights = np.fromiter((mean.weight_at(now) for mean in means), np.float64, len(means))
+        weights = np.array([mean.weight_at(now) for mean in means], np.float64)
         total = weights.sum()
         if not total:
             return np.ones(len(means))
-        logs = np.fromiter((mean.mean for mean in means), np.float64, len(means))
+        logs = np.array([mean.mean for mean in means], np.float64)
         deviations = np.where(weights > 0, logs - (weights * logs).sum() / total, 0.0)
         spread = max(self._variance, LEAST_SPREAD**2)
         with np.errstate(divide="ignore", invalid="ignore"):
