@@ -74,13 +74,19 @@ def read_prompt(
     """
     if request.HasField("block_size") and request.block_size != block_size:
         raise BlockSizeMismatch(request.block_size, block_size)
-    tokens = _count(request, block_size)
+    kind = request.WhichOneof("prompt")
+    if kind == "local_hashes":
+        tokens, hashes = request.prompt_tokens, len(request.local_hashes.hashes)
+        if not tokens or tokens // block_size != hashes:
+            raise _miscounted(tokens, hashes, block_size)
+    else:
+        tokens = _count_ids(request)
     if request.length_is_estimated:
         tokens = min(tokens, longest_prompt(max_model_len, max_prompt_tokens), largest_cache * block_size or tokens)
         tokens = max(1, tokens)
     else:
         check_prompt_length(tokens, max_model_len, max_prompt_tokens)
-    if request.WhichOneof("prompt") == "token_ids":
+    if kind == "token_ids":
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
         multimodal = content_in_blocks(request.multimodal_hashes, block_size)
         try:
@@ -106,20 +112,18 @@ def _sequences(request: RoutingRequest) -> int:
     return sequences
 
 
-def _count(request: RoutingRequest, block_size: int) -> int:
-    kind = request.WhichOneof("prompt")
-    if kind == "local_hashes":
-        tokens, hashes = request.prompt_tokens, len(request.local_hashes.hashes)
-        if tokens == 0:
-            message = "prompt_tokens is 0" if hashes else "the prompt is empty"
-            raise BadRequest(message, field="prompt_tokens", advice=_EMPTY)
-        if tokens // block_size != hashes:
-            raise BadRequest(
-                f"{tokens} tokens have {tokens // block_size} full blocks of {block_size}, {hashes} hashes were sent",
-                field="local_hashes",
-                advice="Send one hash for each full block.",
-            )
-        return tokens
+def _miscounted(tokens: int, hashes: int, block_size: int) -> BadRequest:
+    if tokens == 0:
+        message = "prompt_tokens is 0" if hashes else "the prompt is empty"
+        return BadRequest(message, field="prompt_tokens", advice=_EMPTY)
+    return BadRequest(
+        f"{tokens} tokens have {tokens // block_size} full blocks of {block_size}, {hashes} hashes were sent",
+        field="local_hashes",
+        advice="Send one hash for each full block.",
+    )
+
+
+def _count_ids(request: RoutingRequest) -> int:
     tokens = len(request.token_ids.ids)
     if tokens == 0:
         raise BadRequest("the prompt is empty", field="token_ids", advice=_EMPTY)
