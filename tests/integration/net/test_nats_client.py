@@ -9,6 +9,7 @@ import pytest
 from kvrouter.net.budgets import PASS_US, loop_budget
 from kvrouter.net.nats.client import TolerantClient
 from nats.aio.msg import Msg
+from nats.errors import FlushTimeoutError
 
 
 async def test_a_request_that_is_cancelled_together_with_its_reply_is_cancelled(nats_url: str) -> None:
@@ -115,6 +116,27 @@ async def test_a_flush_after_a_late_first_pong_waits_for_its_own(nats_url: str) 
         assert client._pongs_received - flushing == 2, "the PONG of the connection, then that of the flush"
     finally:
         await client.close()
+
+
+async def _read_connect_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Serves a client until its first PING, and then reads nothing."""
+    writer.write(b'INFO {"server_id": "x", "max_payload": 8388608, "headers": true}\r\n')
+    while not (await reader.readline()).startswith(b"PING"):
+        pass
+    writer.write(b"PONG\r\n")
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+
+async def test_a_flush_ends_in_time_at_a_server_that_reads_nothing() -> None:
+    client = TolerantClient()
+    async with await asyncio.start_server(_read_connect_only, "127.0.0.1", 0) as server, asyncio.timeout(30):
+        url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await client.connect(url, pending_size=1 << 30, allow_reconnect=False)
+        for _ in range(40):
+            await client.publish("full", bytes(1 << 20))
+        with pytest.raises(FlushTimeoutError):
+            await client.flush(timeout=1)
+        client._transport.close()
 
 
 async def test_messages_that_were_read_together_are_handled_over_several_passes(nats_url: str) -> None:

@@ -10,7 +10,7 @@ A server pings a client whose first PING is late. The library then stays in stat
 This client answers, and is connected.
 
 A flush of the library may be answered before the server has a subscription that was made before it. This client sends
-all that waits first.
+the PING of a flush after all that waits.
 
 The library delivers all it has read before other tasks run. This client takes a turn of the event loop for each
 message. It awaits the callback of a subscription when it has read the message, where the library hands each message to
@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from kvrouter.net.budgets import loop_budget
 from kvrouter.net.nats.access import NatsAccess
-from nats.aio.client import Client
+from nats.aio.client import PING_PROTO, Client
 from nats.aio.msg import Msg
 from nats.errors import Error, SecureConnRequiredError
 
@@ -94,9 +94,14 @@ class TolerantClient(Client):
 
     async def flush(self, *args: Any, **kwargs: Any) -> None:
         """Waits until the server has handled all messages and subscriptions, as ``Client.flush`` does."""
-        # The library sends its PING at once, and the PONG would come before what still waits for its flusher.
-        await self._flush_pending(force_flush=True)
         await or_cancelled(super().flush(*args, **kwargs))
+
+    async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
+        # Behind what waits for the flusher: the library writes it at once, and the PONG would come before that.
+        self._pongs.append(asyncio.Future() if future is None else future)
+        self._pending.append(PING_PROTO)
+        self._pending_data_size += len(PING_PROTO)
+        await self._flush_pending()
 
     async def _flush_pending(self, *args: Any, **kwargs: Any) -> Any:
         return await or_cancelled(super()._flush_pending(*args, **kwargs))
