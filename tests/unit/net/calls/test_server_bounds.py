@@ -18,6 +18,7 @@ from kvrouter.net.rpc.loop_server import LoopServer
 from kvrouter.v1.calls_pb2 import CallRequest, OpenCallStreamRequest, OpenCallStreamResponse
 from kvrouter.v1.errors import KvRouterError, Unauthenticated
 
+from ....hostile_peer import hostile_peer, message_head
 from .linked import ECHO, HELLO, TOKENS, Received
 from .test_over_grpc import PATH, connected, serving, until
 
@@ -77,6 +78,19 @@ async def test_unread_responses_of_all_streams_have_one_bound() -> None:
             server.started[0].respond(b"x" * 100)
         await until(lambda: server.streams.counts.ended["unread"] == 1)
         assert server.streams.counts.unread_bytes == 0
+
+
+async def test_nothing_runs_after_a_violation_in_the_same_read() -> None:
+    async with serving() as server, hostile_peer(f"127.0.0.1:{server.port}") as peer:
+        stream = peer.open(PATH)
+        call = OpenCallStreamRequest(calls=[CallRequest(number=1, request=b"late")])
+        payload = b""
+        for message in (HELLO, HELLO, call):  # A second hello breaks the protocol.
+            encoded = message.SerializeToString()
+            payload += message_head(len(encoded)) + encoded
+        peer.data(stream, payload)
+        await until(lambda: sum(server.streams.counts.ended.values()) > 0 or stream in peer.ended)
+        assert server.streams.counts.calls == 0
 
 
 def test_calls_of_all_streams_have_one_bound() -> None:

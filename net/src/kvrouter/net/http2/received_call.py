@@ -131,7 +131,7 @@ class ReceivedCall:
         self._header_items = connection.header_items
         """Flood items the headers took."""
         self.restored = 0
-        """Flood items that messages have restored, for its connection."""
+        """Flood items that its messages restore, until its connection has counted them."""
         self._half_closed = False
         self._has_begun = False
         self._code = grpc.StatusCode.OK
@@ -208,9 +208,9 @@ class ReceivedCall:
         while self._messages:
             message = self._messages.popleft()
             self._count(-len(message) - MESSAGE_BYTES)
-            self._deliver(message, on_message)
+            self._deliver(message, self._on_message)
         if self._half_closed:
-            on_half_closed()
+            self._on_half_closed()
         self._allow()
         self.wake()
 

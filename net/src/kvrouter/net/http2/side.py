@@ -190,6 +190,7 @@ class Http2Side(ABC):
         """
         if not self.has_begun and not (data := self._take_preface(data)):
             return
+        # The read and its frames with little data, less what their messages restore.
         fruitless = int(len(data) < _LEAST_USEFUL_BYTES)
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
