@@ -203,12 +203,11 @@ class WorkerProbes:
         again = now + max(self._interval, len(self._next_probe) / _IDLE_PROBES_PER_SECOND)
         due: list[str] = []
         while self._next_probe and len(due) < count:
-            endpoint, at = self._next_probe.popitem(last=False)
-            if at > now:
-                self._next_probe[endpoint] = at
-                self._next_probe.move_to_end(endpoint, last=False)
+            endpoint = next(iter(self._next_probe))
+            if self._next_probe[endpoint] > now:
                 break
             self._next_probe[endpoint] = again
+            self._next_probe.move_to_end(endpoint)
             if endpoint not in self._asking and not self._health.is_watched(endpoint):
                 due.append(endpoint)
         return due

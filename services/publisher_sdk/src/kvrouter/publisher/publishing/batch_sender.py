@@ -22,7 +22,7 @@ log = get_logger(__name__)
 _TRIES_BEFORE_WARNING = 4
 _RETRY_SECONDS = (0.1, 2.0)
 """First and longest pause after a failed attempt, seconds."""
-_REPEATED = (1.71, 1.99)
+_REPEATED = (1.72, 1.98)
 """Time before a heartbeat is repeated, in heartbeat intervals. By default at most two when it is aligned, too."""
 
 

@@ -102,7 +102,7 @@ def remote(
 
     Args:
         descriptor: The service.
-        channel: Channel to the service; the caller closes it.
+        channel: Channel to the service. The caller closes it, or drops it with the stub while no call runs.
         raw_responses: Protobuf names of the methods whose responses are returned as ``bytes`` without parsing.
     """
     methods = methods_by_python_name(descriptor)

@@ -310,7 +310,7 @@ def call_handler(
             raise refused(error) from None
         deadline = Deadline.never() if call.time_left is None else Deadline.after(call.time_left)
         if waits:
-            return answer(encoded, deadline, admitted, call.trace_context and trace_context.checked(call.trace_context))
+            return answer(encoded, deadline, admitted, trace_context.checked(call.trace_context))
         context = {"connection": call.stream} if takes_connection else {}
         try:
             with admitted:
