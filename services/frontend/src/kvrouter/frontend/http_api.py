@@ -145,8 +145,8 @@ class HttpApi:
     def _with_body(self, handler: _BodyHandler, limit: int = _MAX_BODY_BYTES, *, has_model: bool = True) -> Handler:
         """Returns a handler reading the body, up to ``limit`` bytes, into room it holds until its end.
 
-        The limit of a body that has a model is higher while engines get it as it is: only they take images. It runs
-        at the first model that can serve the client's name.
+        The limit of a body that has a model is higher while engines get it as it is: only they take images. The
+        handler runs at the first model that can serve the client's name.
         """
         choices, models, idle_seconds = self._frontend.choices, self._frontend.models, self._settings.http_body_seconds
 

@@ -26,11 +26,11 @@ _RATIOS = (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 4, 8)
 _BLOCKS_OFF = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 
 
-_REACHABLE = ("chosen", "eligible", "any")
-
 ReachableTokens: TypeAlias = tuple[int, int, int]
 """Cached tokens of a prompt: on the rank of the request, on the one with most of them that could have been chosen, and
 on any rank."""
+_REACHABLE = ("chosen", "eligible", "any")
+"""Values of the label ``rank``, in the order of ``ReachableTokens``."""
 
 
 class SchedulerMetrics:

@@ -124,7 +124,7 @@ class TokenCount(msgspec.Struct, eq=False):
     cached_tokens: int | None = None
     """Prompt tokens in the worker's cache, in any tier; None if the worker does not report them."""
     lower_cached_tokens: LowerTiers | None = None
-    """Those of them below device memory; None if there are none."""
+    """Those of them below device memory, of the piece that reports them; None if there are none."""
 
     def add(self, output: Output) -> None:
         """Counts a piece of output."""

@@ -20,6 +20,8 @@ from kvrouter.frontend.text.tool_calls import ToolUse
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
+_SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
+
 
 class TextPrompt:
     """A prompt that is a text."""
@@ -78,13 +80,10 @@ class TextRequest(msgspec.Struct, eq=False):
     @property
     def plain_prompt(self) -> TokenPrompt | None:
         """The prompt of a completion that is one sequence of token ids after one prompt of them; None for others."""
+        if self.is_chat or len(self.prompts) != 1 or self.echo or self.logprobs or self.constraint is not None:
+            return None
         prompt, fields = self.prompts[0], self.fields
-        is_plain = (
-            len(self.prompts) == 1
-            and fields.n in (None, 1)
-            and not (self.is_chat or fields.stop or self.echo or self.logprobs)
-            and self.constraint is None
-        )
+        is_plain = fields.n in (None, 1) and not fields.stop
         return prompt if is_plain and isinstance(prompt, TokenPrompt) else None
 
     def needs_text(self) -> str:
@@ -130,9 +129,6 @@ class TextRequest(msgspec.Struct, eq=False):
         if fields.expected_output_tokens is not None:
             request.expected_output_tokens = fields.expected_output_tokens
         return request
-
-
-_SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
 
 
 def _set(message: Message, fields: msgspec.Struct, names: Iterable[str]) -> None:

@@ -98,7 +98,7 @@ class AttemptInput:
         """Workers of the pool no attempt may use."""
         self._stop = request.stop_conditions
         self._earlier_ranks: list[Rank] = []
-        """Ranks of all attempts."""
+        """Ranks of the attempts so far."""
         self.since_ns = time.perf_counter_ns()
         """Arrival of the request, or after a migration, the failure of the worker before."""
 
@@ -187,7 +187,7 @@ class AttemptInput:
                 for_worker.multimodal_hashes.add(block_index=block, hash=content_hash)
         return for_worker
 
-    def routing_info(
+    def note_routing(
         self,
         request_id: str,
         booking: LiveBooking,
@@ -195,7 +195,7 @@ class AttemptInput:
         migrations: int,
         prefill: PrefillStage | None,
     ) -> RoutingInfo:
-        """Returns how an attempt was routed. To be called once for each attempt.
+        """Returns how an attempt was routed, and notes its rank for the attempts after it.
 
         Args:
             request_id: The client's id of the request.

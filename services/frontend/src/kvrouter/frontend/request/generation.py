@@ -145,7 +145,7 @@ class Generation:
         self._request_id = request.request_id or os.urandom(16).hex()
         self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{os.urandom(4).hex()}"
         self._link = links.link(view.name, self._input.client_hashes, request.conversation_id)
-        self.is_traced = is_recording()
+        self._is_traced = is_recording()
         """Whether its spans are recorded."""
 
     @cached_property
@@ -165,8 +165,18 @@ class Generation:
             output_tokens=self.output_tokens,
         )
 
-    async def traced(self, running: Awaitable[None]) -> None:
-        """Records ``run`` as a span."""
+    def run(self, receiver: OutputReceiver, deadline: Deadline) -> Awaitable[None]:
+        """Runs the request to its end. Its output goes to the receiver, in one step from the worker's connection.
+
+        Raises:
+            PoisonPrompt: two workers died while they ran it, or its tenant's requests with the same prompt.
+            KvRouterError: no worker could be chosen, the worker refused the request, or the worker failed and no
+                further attempt was possible.
+        """
+        running = self._run(receiver, deadline)
+        return self._traced(running) if self._is_traced else running
+
+    async def _traced(self, running: Awaitable[None]) -> None:
         with span("generate") as request_span:
             if request_span.recording:
                 tokens, most = self._input.client_prompt_tokens, self._request.stop_conditions.max_tokens
@@ -178,14 +188,7 @@ class Generation:
                 if request_span.recording:
                     request_span.set({"gen_ai.usage.output_tokens": self.output_tokens})
 
-    async def run(self, receiver: OutputReceiver, deadline: Deadline) -> None:
-        """Runs the request to its end. Its output goes to the receiver, in one step from the worker's connection.
-
-        Raises:
-            PoisonPrompt: two workers died while they ran it, or its tenant's requests with the same prompt.
-            KvRouterError: no worker could be chosen, the worker refused the request, or the worker failed and no
-                further attempt was possible.
-        """
+    async def _run(self, receiver: OutputReceiver, deadline: Deadline) -> None:
         failure: WorkerFailure | None = None
         for attempt in itertools.count():
             await self._deaths.settle(self._workers.answers, deadline)
@@ -321,12 +324,12 @@ class Generation:
             handover_us=None if prefill is None else prefill.handover_us,
         )
         try:
-            routing = self._input.routing_info(self._request_id, booking, selection, self._budget.migrations, prefill)
+            routing = self._input.note_routing(self._request_id, booking, selection, self._budget.migrations, prefill)
             if not continues:
                 self._metrics.added_seconds.observe((routing.router_us - routing.prefill_us) / 1e6)
             receiver.routed(routing)
             running = self._run_on_worker(booking, selection, progress, deadline)
-            if self.is_traced:
+            if self._is_traced:
                 return await traced_attempt(running, booking, self._endpoint, progress)
             return await running
         except KvRouterError as error:

@@ -170,8 +170,7 @@ class RequestRunner:
                 is_estimated=is_estimated,
                 operation=operation,
             )
-            running = generation.run(receiver, deadline)
-            await (generation.traced(running) if generation.is_traced else running)
+            await generation.run(receiver, deadline)
             code = "OK"
         except KvRouterError as error:
             code = error.code.name

@@ -263,11 +263,11 @@ class WorkerHealth:
         return worker is not None and (worker.calls > 0 or worker.missed > 0)
 
     def take_unheard(self, endpoints: Iterable[str]) -> list[str]:
-        """Returns those of known workers that are watched and sent nothing since they were last passed here."""
+        """Returns those of known workers that are watched (``is_watched``) and sent nothing since the last call."""
         unheard: list[str] = []
         for endpoint in endpoints:
             worker = self._workers[endpoint]
-            if (worker.calls or worker.missed) and worker.pieces == worker.pieces_at_probe:
+            if (worker.calls > 0 or worker.missed > 0) and worker.pieces == worker.pieces_at_probe:
                 unheard.append(endpoint)
             worker.pieces_at_probe = worker.pieces
         return unheard

@@ -302,8 +302,10 @@ class IndexerService:
 
     def _ready(self, name: ComponentName) -> ComponentIndex:
         index = self._replica.components.get(name)
-        if index is None or not index.ready:
-            raise NotReady(f"the index of {self._named(name).name} is being restored")
+        if index is None:
+            index = self._named(name)
+        if not index.ready:
+            raise NotReady(f"the index of {index.name} is being restored")
         return index
 
     async def _hashes(self, request: pb.FindMatchesRequest, block_size: int) -> bytes:

@@ -23,7 +23,7 @@ class BookingStatistics:
         booking_table.subscribe(SessionEnded, self._session_ended)
 
     def _freed(self, change: Freed) -> None:
-        """Compares the predicted overlap with the worker's cached tokens."""
+        """Logs an expired lease, and compares the cached tokens of a worker with those predicted."""
         booking = change.booking
         if booking is None:
             return

@@ -115,18 +115,15 @@ class QueuedRequests:
             DeadlineExceeded: it could not meet its deadline.
             KvRouterError: no rank can take it.
         """
-        if not self._waiting:
-            decision = self.router.decide(request, overlaps)
-        else:
-            decision = self._decide_behind(request, overlaps)
+        decide = self._decide_behind if self._waiting else self.router.decide
+        decision = decide(request, overlaps)
         key, verdict = request.booking.key, decision.verdict
         if key is None or not isinstance(verdict, Wait) or not self.max_queued_requests:
             response = self.router.settle(request, overlaps, decision)
             if key is not None and verdict is not None and self.max_queued_requests:
                 queue = self._component(request.pool).queue
                 queue.dispatched(key, request.tenant, verdict.use_tokens, request.conversation)
-                tokens = request.prompt.tokens
-                request.pool.headroom.began(key, request.tenant, verdict.use_tokens, tokens, self.clock())
+                self._began(request, key, verdict)
             return response
         self.router.decisions.add(decision.queued())
         try:
@@ -345,15 +342,17 @@ class QueuedRequests:
             try:
                 queued = replace(decision, queued_seconds=now - waiting.queued_from)
                 response = self.router.settle(waiting.request, waiting.overlaps, queued)
-                request = waiting.request
-                tokens = request.prompt.tokens
-                request.pool.headroom.began(key, request.tenant, verdict.use_tokens, tokens, self.clock())
+                self._began(waiting.request, key, verdict)
             except Exception as error:
                 component.queue.ended(key)
                 self._end(component, key, "refused", error)
             else:
                 self._end(component, key, "patience" if isinstance(verdict, Wait) else "room", response)
             self.metrics.queued_seconds.observe(now - waiting.queued_from)
+
+    def _began(self, request: RequestContext, key: Key, verdict: Choice | Wait) -> None:
+        use_tokens, prompt_tokens = verdict.use_tokens, request.prompt.tokens
+        request.pool.headroom.began(key, request.tenant, use_tokens, prompt_tokens, self.clock())
 
     def _end(self, component: _Component, key: Key, outcome: str, answer: SelectWorkerResponse | Exception) -> None:
         self._count(component, outcome)

@@ -162,7 +162,10 @@ _FULL_STEP_MS = step_ms(DEFAULT_BUDGET)
 
 
 def modelled_ms(tokens: float) -> float:
-    """Returns the time to compute prompt tokens on the engine model of mode forecast, ms."""
+    """Returns the time to compute prompt tokens on the engine model of mode forecast, ms.
+
+    As ``prefill_ms(tokens, DEFAULT_BUDGET, 0.0)``, with the time of a full step computed once.
+    """
     full, rest = divmod(tokens, DEFAULT_BUDGET)
     return full * _FULL_STEP_MS + (step_ms(rest) if rest else 0.0)
 
