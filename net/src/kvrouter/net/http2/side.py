@@ -134,9 +134,7 @@ class MessageReader:
                 break
             position = start + length
             messages += 1
-            with memoryview(data) as view:
-                message = (Compressed if compressed else bytes)(view[start:position])
-            deliver(message)
+            deliver((Compressed if compressed else bytes)(memoryview(data)[start:position]))
         if begun:
             del begun[:position]
         else:
