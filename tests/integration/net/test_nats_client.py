@@ -118,24 +118,50 @@ async def test_a_flush_after_a_late_first_pong_waits_for_its_own(nats_url: str) 
         await client.close()
 
 
-async def _read_connect_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serves a client until its first PING, and then reads nothing."""
+async def _connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Serves a client until its first PING."""
     writer.write(b'INFO {"server_id": "x", "max_payload": 8388608, "headers": true}\r\n')
     while not (await reader.readline()).startswith(b"PING"):
         pass
     writer.write(b"PONG\r\n")
-    writer.transport.pause_reading()  # type: ignore[attr-defined]
 
 
 async def test_a_flush_ends_in_time_at_a_server_that_reads_nothing() -> None:
     client = TolerantClient()
-    async with await asyncio.start_server(_read_connect_only, "127.0.0.1", 0) as server, asyncio.timeout(30):
+    connections = 0
+    received = bytearray()
+    stuck, ended = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await _connected(reader, writer)
+        if connections == 1:
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await stuck.wait()
+            writer.transport.abort()
+            return
+        while data := await reader.read(1 << 20):
+            received.extend(data)
+            if b"PUB end" in received:
+                ended.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, asyncio.timeout(30):
         url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        await client.connect(url, pending_size=1 << 30, allow_reconnect=False)
+        await client.connect(url, pending_size=1 << 30, reconnect_time_wait=0.1)
         for _ in range(40):
             await client.publish("full", bytes(1 << 20))
+        while client._pending:  # until the flusher has written it, and waits for the server
+            await asyncio.sleep(0)
         with pytest.raises(FlushTimeoutError):
             await client.flush(timeout=1)
+        # The next connection sends what waits, without the PING: its flush would get the wrong PONG.
+        stuck.set()
+        while connections < 2 or not client.is_connected:
+            await asyncio.sleep(0.01)
+        await client.publish("end", b"")
+        await ended.wait()
+        assert received.count(b"PING\r\n") == 1
         client._transport.close()
 
 

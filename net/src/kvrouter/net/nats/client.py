@@ -123,6 +123,11 @@ class TolerantClient(Client):
             if _is_refusal(str(error)):
                 raise _typed(str(error)) from None
             raise
+        # The flushes of the last connection went with it, but PINGs it did not send may still wait. Their PONGs would
+        # answer flushes of this one.
+        unsent = len(self._pending)
+        self._pending = [command for command in self._pending if command != PING_PROTO]
+        self._pending_data_size -= (unsent - len(self._pending)) * len(PING_PROTO)
         if self.is_connecting and self._transport and not self._transport.at_eof():
             # The server has accepted CONNECT. It pings first if two seconds have passed since the connection began, and
             # the library, which expects the PONG for its own PING, would never send on this connection.
