@@ -63,8 +63,7 @@ class HostilePeer:
         while True:
             try:
                 head = await self.reader.readexactly(frames.HEADER_BYTES)
-                length_and_kind, flags, stream = frames.FRAME_HEADER.unpack(head)
-                length, kind = length_and_kind >> frames.KIND_BITS, length_and_kind & 0xFF
+                length, kind, flags, stream = frames.read_frame_header(head, 0)
                 payload = await self.reader.readexactly(length)
             except (asyncio.IncompleteReadError, ConnectionError):
                 return

@@ -44,13 +44,19 @@ class LoopBudget:
         self._waiting.append((lambda: None if turn.done() else turn.set_result(None), cost_us))
         await turn
 
-    def take(self, cost_us: int, *, has_waited: bool = False) -> bool:
-        """Takes a turn in this pass if there is room for the work, or if it is the first; returns whether it did.
+    def take(self, cost_us: int) -> bool:
+        """Takes a turn in this pass if nobody waits and there is room for the work; returns whether it did."""
+        return not self._waiting and self._spend(cost_us)
 
-        While other work waits, there is only a turn for what ``has_waited`` longest.
-        """
-        if self._waiting and not has_waited:
-            return False
+    def call(self, cost_us: int, work: Callable[[], None]) -> None:
+        """Does some work as soon as it is its turn. The work must not raise."""
+        if self.take(cost_us):
+            work()
+        else:
+            self._waiting.append((work, cost_us))
+
+    def _spend(self, cost_us: int) -> bool:
+        """Takes a part of this pass if there is room, or if it is the first; returns whether it did."""
         has_room = cost_us <= self._left_us or self._left_us == self._pass_us
         if has_room:
             self._left_us -= cost_us
@@ -60,17 +66,10 @@ class LoopBudget:
             asyncio.get_running_loop().call_soon(self._begin_pass)
         return has_room
 
-    def call(self, cost_us: int, work: Callable[[], None]) -> None:
-        """Does some work as soon as it is its turn. The work must not raise."""
-        if self.take(cost_us):
-            work()
-        else:
-            self._waiting.append((work, cost_us))
-
     def _begin_pass(self) -> None:
         self._is_pass_open = False
         self._left_us = self._pass_us
-        while self._waiting and self.take(self._waiting[0][1], has_waited=True):
+        while self._waiting and self._spend(self._waiting[0][1]):
             work, _ = self._waiting.popleft()
             work()
 

@@ -1,8 +1,9 @@
 """Coalesces timers, so that idle processes wake less often.
 
 To wake an idle process costs more than most of its timers and messages do. Timers that may end early or late end at
-multiples of their interval, and constant intervals are multiples of ``TICK_SECONDS``, at multiples of which periodic
-messages are sent. Multiples are those of the wall clock, as it was when the process started: processes share them.
+multiples of their interval, and constant intervals are multiples of ``TICK_SECONDS``. Periodic messages are sent at
+multiples of ``TICK_SECONDS``. Multiples are counted on the wall clock as it was when the process started, so processes
+wake at the same moments.
 """
 
 from __future__ import annotations

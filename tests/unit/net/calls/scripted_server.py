@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
-from kvrouter.net.http2.frames import HEADER_BYTES, PREFACE, Kind, frame, settings, window_update
+from kvrouter.net.http2.frames import HEADER_BYTES, PREFACE, Kind, frame, read_frame_header, settings, window_update
 from kvrouter.v1.calls_pb2 import (
     CallRequest,
     CallResponse,
@@ -16,7 +16,7 @@ from kvrouter.v1.calls_pb2 import (
     OpenCallStreamResponse,
 )
 
-from ..http2.http2_server import data, headers, prefixed, read_frame_header
+from ..http2.http2_server import data, headers, prefixed
 from .linked import SERVER_HELLO
 
 _LAST = CallResponseKind.CALL_RESPONSE_KIND_LAST

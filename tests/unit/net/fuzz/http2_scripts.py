@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hpack
-from kvrouter.net.http2.frames import HEADER_BYTES, Kind, frame
-
-from ..http2.http2_server import frame_header, read_frame_header
+from kvrouter.net.http2.frames import HEADER_BYTES, Kind, frame, frame_header, read_frame_header
 
 CORPUS = Path(__file__).parent / "corpus"
 

@@ -8,24 +8,13 @@ import hpack
 from kvrouter.net.http2.frames import (
     END_HEADERS,
     END_STREAM,
-    FRAME_HEADER,
     HEADER_BYTES,
-    MAX_31_BITS,
     PREFACE,
     Kind,
     frame,
+    read_frame_header,
     settings,
 )
-
-
-def frame_header(length: int, kind: int, flags: int, stream: int) -> bytes:
-    return FRAME_HEADER.pack(length << 8 | kind, flags, stream)
-
-
-def read_frame_header(buffer: bytes, position: int) -> tuple[int, int, int, int]:
-    """Returns the payload's length, the kind, the flags and the stream of the frame at a position."""
-    length_and_kind, flags, stream = FRAME_HEADER.unpack_from(buffer, position)
-    return length_and_kind >> 8, length_and_kind & 0xFF, flags, stream & MAX_31_BITS
 
 
 def prefixed(message: bytes, *, compressed: int = 0) -> bytes:

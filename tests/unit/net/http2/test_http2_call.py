@@ -19,13 +19,14 @@ from kvrouter.net.http2.frames import (
     Kind,
     Setting,
     frame,
+    frame_header,
     settings,
     window_update,
 )
 from kvrouter.net.http2.http2_call import Http2Call
 from kvrouter.net.http2.side import Flood, Http2Violation, MessageTooLong
 
-from .http2_server import data, ended, frame_header, headers, opened, prefixed, read
+from .http2_server import data, ended, headers, opened, prefixed, read
 
 LIMIT = 100_000
 KEPT = grpc.StatusCode

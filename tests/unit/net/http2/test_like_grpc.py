@@ -19,11 +19,12 @@ from kvrouter.net.http2.frames import (
     Kind,
     Setting,
     frame,
+    read_frame_header,
     settings,
     window_update,
 )
 
-from .http2_server import data, ended, headers, prefixed, read_frame_header
+from .http2_server import data, ended, headers, prefixed
 
 PATH = "/test.Service/Echo"
 BROKEN = "broken"

@@ -99,11 +99,7 @@ class Endpoint(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Implements asyncio.Protocol."""
         self._heard = True
-        if (
-            len(data) <= _SLICE_BYTES
-            and not self._unread
-            and self._budget.take(_READ_US + len(data) // self.bytes_per_us)
-        ):
+        if len(data) <= _SLICE_BYTES and not self._unread and self._budget.take(self._cost_us(data)):
             self._receive(data)
             return
         if not self._unread and self._transport is not None and not self._transport.is_closing():
@@ -124,7 +120,10 @@ class Endpoint(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _await_turn(self) -> None:
-        self._budget.call(_READ_US + len(self._unread[0]) // self.bytes_per_us, self._receive_waiting)
+        self._budget.call(self._cost_us(self._unread[0]), self._receive_waiting)
+
+    def _cost_us(self, data: bytes) -> int:
+        return _READ_US + len(data) // self.bytes_per_us
 
     def _close(self, last_bytes: Callable[[], bytes]) -> None:
         """Writes the last bytes and closes the connection, unless it is closed."""

@@ -25,10 +25,10 @@ PADDED = 0x8
 PRIORITY = 0x20
 """Flag of HEADERS."""
 
-FRAME_HEADER = struct.Struct(">IBI")
-"""The bytes before a frame's payload: its length (24 bits) and kind (8 bits), flags, stream."""
-HEADER_BYTES = FRAME_HEADER.size
-KIND_BITS = 8
+_HEADER = struct.Struct(">IBI")
+"""Length (24 bits) and kind (8 bits), flags, stream."""
+HEADER_BYTES = _HEADER.size
+"""Size of what precedes a frame's payload."""
 _SETTING = struct.Struct(">HI")
 
 
@@ -67,7 +67,18 @@ class ErrorCode(IntEnum):
 
 def frame(kind: Kind, payload: bytes = b"", *, flags: int = 0, stream: int = 0) -> bytes:
     """Returns a frame."""
-    return FRAME_HEADER.pack(len(payload) << KIND_BITS | kind, flags, stream) + payload
+    return frame_header(len(payload), kind, flags, stream) + payload
+
+
+def frame_header(length: int, kind: int, flags: int, stream: int) -> bytes:
+    """Returns the nine bytes before a frame's payload."""
+    return _HEADER.pack(length << 8 | kind, flags, stream)
+
+
+def read_frame_header(buffer: bytes, position: int) -> tuple[int, int, int, int]:
+    """Returns the payload's length, the kind, the flags and the stream of the frame at a position."""
+    length_and_kind, flags, stream = _HEADER.unpack_from(buffer, position)
+    return length_and_kind >> 8, length_and_kind & 0xFF, flags, stream & MAX_31_BITS
 
 
 def settings(values: dict[Setting, int]) -> bytes:

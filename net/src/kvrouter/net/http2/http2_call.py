@@ -11,9 +11,7 @@ import hpack
 from kvrouter.net.http2.frames import (
     END_HEADERS,
     END_STREAM,
-    FRAME_HEADER,
     INITIAL_WINDOW_BYTES,
-    KIND_BITS,
     LEAST_MAX_FRAME_BYTES,
     MAX_31_BITS,
     PREFACE,
@@ -21,6 +19,7 @@ from kvrouter.net.http2.frames import (
     Kind,
     Setting,
     frame,
+    frame_header,
     settings,
     window_update,
 )
@@ -146,7 +145,7 @@ class Http2Call(Http2Side):
             left -= size
             first = head[:size]
             rest = size - len(first)
-            chunks += (FRAME_HEADER.pack(size << KIND_BITS | Kind.DATA, 0, _STREAM), first, body[:rest])
+            chunks += (frame_header(size, Kind.DATA, 0, _STREAM), first, body[:rest])
             head, body = head[size:], body[rest:]
         self._unsent_prefix, self._unsent = head, body or b""
         self.blocked = bool(head or body)

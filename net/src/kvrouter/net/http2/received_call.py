@@ -205,6 +205,7 @@ class ReceivedCall:
                 ``wake`` when there may be one again.
         """
         self._on_message, self._on_half_closed, self._next_message = on_message, on_half_closed, next_message
+        # Not the arguments: a message may make its receiver call ``stop``.
         while self._messages:
             message = self._messages.popleft()
             self._count(-len(message) - MESSAGE_BYTES)

@@ -8,15 +8,14 @@ from typing import Final
 
 from kvrouter.net.http2.frames import (
     END_STREAM,
-    FRAME_HEADER,
     HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
-    KIND_BITS,
     PREFACE,
     ErrorCode,
     Kind,
     Setting,
     frame,
+    frame_header,
     settings,
     window_update,
 )
@@ -127,10 +126,7 @@ class ReceivedCalls(Http2Side):
             call.window -= size
             self._connection_window -= size
             self.flood.earn(ITEMS_OF_SENT_FRAME)
-            self._replies += (
-                FRAME_HEADER.pack(size << KIND_BITS | Kind.DATA, 0, call.number),
-                data[start : start + size],
-            )
+            self._replies += (frame_header(size, Kind.DATA, 0, call.number), data[start : start + size])
             self._unwritten += HEADER_BYTES + size
             start += size
         call.unsent = b""

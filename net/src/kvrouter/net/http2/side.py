@@ -17,10 +17,8 @@ from kvrouter.net.budgets import FloodBudget
 from kvrouter.net.http2.frames import (
     ACK,
     END_HEADERS,
-    FRAME_HEADER,
     HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
-    KIND_BITS,
     LEAST_MAX_FRAME_BYTES,
     MAX_31_BITS,
     MOST_MAX_FRAME_BYTES,
@@ -29,6 +27,7 @@ from kvrouter.net.http2.frames import (
     Kind,
     Setting,
     frame,
+    read_frame_header,
     read_settings,
 )
 
@@ -54,8 +53,6 @@ _LEAST_USEFUL_BYTES: Final = 256
 _PREFIX: Final = struct.Struct(">BI")
 """Prefix of a gRPC message: compression and length."""
 _PREFIX_BYTES: Final = _PREFIX.size
-
-_KIND_MASK: Final = (1 << KIND_BITS) - 1
 
 _OF_CONNECTION: Final = frozenset({Kind.SETTINGS, Kind.PING, Kind.GOAWAY})
 """Kinds of frames outside of streams."""
@@ -193,9 +190,7 @@ class Http2Side(ABC):
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
         while end - position >= HEADER_BYTES and not self.is_over:
-            length_and_kind, flags, stream = FRAME_HEADER.unpack_from(buffer, position)
-            length, kind = length_and_kind >> KIND_BITS, length_and_kind & _KIND_MASK
-            stream &= MAX_31_BITS
+            length, kind, flags, stream = read_frame_header(buffer, position)
             if length > LEAST_MAX_FRAME_BYTES:
                 raise Http2Violation(f"expected frames of at most {LEAST_MAX_FRAME_BYTES} bytes, received {length}")
             start = position + HEADER_BYTES
