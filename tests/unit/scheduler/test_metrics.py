@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrouter.runtime.telemetry.metrics import MAX_MODELS, OTHER_MODELS
-from kvrouter.scheduler.metrics import SchedulerMetrics
+from kvrouter.scheduler.metrics import ReachableTokens, SchedulerMetrics
 from prometheus_client import CollectorRegistry
 
 
@@ -11,7 +11,7 @@ def test_models_without_end_share_one_series() -> None:
     metrics = SchedulerMetrics(CollectorRegistry())
     for number in range(MAX_MODELS + 50):
         metrics.audit(f"m-{number}", 2, 1)
-        metrics.count_cached(f"m-{number}", (1, 2, 3))
+        metrics.count_cached(f"m-{number}", ReachableTokens(1, 2, 3))
     (family,) = metrics.predicted_blocks.collect()
     by_model = {each.labels["model"]: each.value for each in family.samples if each.name.endswith("_total")}
     assert len(by_model) == MAX_MODELS + 1

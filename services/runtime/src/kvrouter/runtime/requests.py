@@ -97,7 +97,7 @@ def check_prompt_length(tokens: int, context_length: int, limit: int = 1 << 32) 
     """
     if tokens > limit:
         raise PromptTooLong(tokens, limit)
-    if 0 < context_length <= tokens:
+    if tokens > longest_prompt(context_length):
         raise PromptTooLong.for_model(tokens, context_length)
 
 

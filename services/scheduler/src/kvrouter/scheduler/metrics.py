@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple
 
 from kvrouter.runtime.telemetry.counter import Count, LoopCounter
 from kvrouter.runtime.telemetry.histogram import LoopHistogram, Observations
@@ -26,11 +26,15 @@ _RATIOS = (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 4, 8)
 _BLOCKS_OFF = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 
 
-ReachableTokens: TypeAlias = tuple[int, int, int]
-"""Cached tokens of a prompt: on the rank of the request, on the one with most of them that could have been chosen, and
-on any rank."""
-_REACHABLE = ("chosen", "eligible", "any")
-"""Values of the label ``rank``, in the order of ``ReachableTokens``."""
+class ReachableTokens(NamedTuple):
+    """Cached tokens of a prompt."""
+
+    chosen: int
+    """On the rank of the request."""
+    eligible: int
+    """On the rank with most of them that could have been chosen."""
+    any: int
+    """On any rank."""
 
 
 class SchedulerMetrics:
@@ -155,7 +159,7 @@ class SchedulerMetrics:
         counters = self._cached.get(model)
         if counters is None:
             label = model_label(model, self._cached)
-            counters = tuple(self.cached_tokens.of(label, rank) for rank in _REACHABLE)
+            counters = tuple(self.cached_tokens.of(label, rank) for rank in ReachableTokens._fields)
             self._cached[label] = counters
         for counter, count in zip(counters, tokens, strict=True):
             counter.value += count

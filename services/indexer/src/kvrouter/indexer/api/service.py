@@ -123,10 +123,7 @@ class IndexerService:
             raise DeadlineExceeded
         component = self._ready(component_name(request.component))
         check_prompt(request, component.block_size, self._max_prompt_tokens)
-        hashes = await self._hashes(request, component.block_size)
-        answer = await component.state.shared.find_matches(hashes, deadline)
-        self._metrics.find_matches_seconds.observe(time.perf_counter() - began)
-        return answer
+        return await self._find(component, await self._hashes(request, component.block_size), deadline, began)
 
     async def find_matches_of_hashes(
         self, component: ComponentName, local_hashes: bytes, *, block_size: int, deadline: Deadline
@@ -140,7 +137,10 @@ class IndexerService:
         index = self._ready(component)
         if block_size != index.block_size:
             raise BlockSizeMismatch(block_size, index.block_size)
-        answer = await index.state.shared.find_matches(local_hashes, deadline)
+        return await self._find(index, local_hashes, deadline, began)
+
+    async def _find(self, component: ComponentIndex, local_hashes: bytes, deadline: Deadline, began: float) -> bytes:
+        answer = await component.state.shared.find_matches(local_hashes, deadline)
         self._metrics.find_matches_seconds.observe(time.perf_counter() - began)
         return answer
 
@@ -301,9 +301,7 @@ class IndexerService:
         return index
 
     def _ready(self, name: ComponentName) -> ComponentIndex:
-        index = self._replica.components.get(name)
-        if index is None:
-            index = self._named(name)
+        index = self._named(name)
         if not index.ready:
             raise NotReady(f"the index of {index.name} is being restored")
         return index

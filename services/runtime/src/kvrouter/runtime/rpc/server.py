@@ -292,7 +292,7 @@ def call_handler(
 ) -> Callable[[bytes, ServerCall], bytes | Coroutine[Any, Any, bytes]]:
     """Returns the handler of a method for ``CallStreamServer.add_unary``. A plain function is answered in one step.
 
-    Otherwise the handler returns a coroutine, for a task of its own.
+    Otherwise the handler returns a coroutine. It sets the trace context of its task, so it needs a task of its own.
 
     Args:
         path: The method's path on the wire, for logs.

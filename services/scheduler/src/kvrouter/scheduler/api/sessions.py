@@ -59,8 +59,7 @@ class Sessions:
         """
         session_id = _checked_id(request.session_id)
         first = request.first_update if request.HasField("first_update") else 1
-        if not 1 <= first < _MAX_NUMBER:
-            raise _not_numbered("first_update", first)
+        _check_number("first_update", first)
         live = {checked_key(booking) for booking in request.live.bookings} if request.HasField("live") else None
         session = self.booking_ownership.open_session(session_id, request.client_name, request.opening_number)
         session.acknowledged = max(session.acknowledged, first - 1)
@@ -90,8 +89,7 @@ class Sessions:
         updates = request.updates
         if updates:
             first, applied = request.first_number, session.acknowledged
-            if not 1 <= first < _MAX_NUMBER:
-                raise _not_numbered("first_number", first)
+            _check_number("first_number", first)
             if first <= applied + 1:
                 for number, update in enumerate(updates, first):
                     if number > applied:
@@ -174,8 +172,9 @@ def _checked_id(session_id: str) -> str:
     return session_id
 
 
-def _not_numbered(field: str, number: int) -> BadRequest:
-    return BadRequest(f"{field} is {number}", field=field, advice="Number the updates from 1 on.")
+def _check_number(field: str, number: int) -> None:
+    if not 1 <= number < _MAX_NUMBER:
+        raise BadRequest(f"{field} is {number}", field=field, advice="Number the updates from 1 on.")
 
 
 def _refused(number: int, error: KvRouterError) -> pb.RefusedUpdate:

@@ -182,8 +182,7 @@ class BookingTable:
         else:
             reported = booking.prefilled, booking.output_tokens, booking.has_local_progress
             self._remember(key, Progress(booking.component, *reported))
-            del self._bookings[key]
-            booking.pool.booked_load.free(key)
+            self._release(booking)
         self._publish(OwnerRemoved(booking, owner))
         return booking
 
@@ -237,8 +236,7 @@ class BookingTable:
         self._remember(key, None)
         if booking is not None:
             self._unindex(booking)
-            del self._bookings[key]
-            booking.pool.booked_load.free(key, prefilled=prefilled)
+            self._release(booking, prefilled=prefilled)
         if is_new:
             self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens, lower_cached_tokens, output_tokens))
         return booking
@@ -261,6 +259,10 @@ class BookingTable:
             keys.discard(booking.key)
             if not keys:
                 del self._of_sessions[booking.session_id]
+
+    def _release(self, booking: Booking, *, prefilled: bool = False) -> None:
+        del self._bookings[booking.key]
+        booking.pool.booked_load.free(booking.key, prefilled=prefilled)
 
     def _restore(self, booking: Booking, earlier: Progress) -> None:
         """Counts the progress of a booking from before it was dropped."""

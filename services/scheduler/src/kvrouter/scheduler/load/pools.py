@@ -141,9 +141,7 @@ class Pools:
 
     def get(self, name: ComponentName) -> Pool | None:
         """Returns a component by name; None if it is not registered."""
-        view, pool = self._directory.components.get(name), self._pools.get(name)
-        if pool is not None and pool.view is view:
-            return pool
+        view = self._directory.components.get(name)
         return self._current(view) if view is not None and view.descriptor.block_size else None
 
     def named(self, namespace: str, name: str) -> Pool:

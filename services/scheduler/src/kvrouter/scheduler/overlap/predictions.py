@@ -81,7 +81,7 @@ class Predictions:
 
     def concern(self, pool: Pool, prompt: Prompt) -> bool:
         """Returns whether blocks of a prompt are predicted on any rank."""
-        return self.everywhere or bool(pool.worker_set.without_events) or prompt.indexed_blocks is not None
+        return self.some_of(pool) or prompt.indexed_blocks is not None
 
     def all_of(self, pool: Pool) -> bool:
         """Returns whether those of every rank are predicted, so that no Indexer knows more."""
@@ -106,19 +106,19 @@ class Predictions:
         booking_table.subscribe(Freed, self._freed)
 
     def _booked(self, change: Booked) -> None:
-        if change.booking.prompt.local_hashes:
-            self._place(change.booking, is_new=True)
+        self._place(change.booking, is_new=True)
 
     def _moved(self, change: Moved) -> None:
         booking = change.booking
         predicted = self._predicted.get(booking.pool.name)
         if predicted is not None:
             predicted.evictions.move(booking.key)
-        if booking.prompt.local_hashes:
-            self._place(booking, is_new=False)
+        self._place(booking, is_new=False)
 
     def _place(self, booking: Booking, *, is_new: bool) -> None:
         pool, prompt, rank = booking.pool, booking.prompt, booking.placement.rank
+        if not prompt.local_hashes:
+            return
         candidate = pool.worker_set.candidate(rank)
         if candidate is None:
             return

@@ -35,6 +35,10 @@ class Loads:
         """Returns the load of some of the ranks."""
         return Loads(self.rows[:, places].tobytes(), self.now)
 
+    def of(self, place: int) -> RankLoad:
+        """Returns the load of the rank at an index."""
+        return RankLoad(*self.rows[:-1, place].tolist())
+
     @property
     def active_blocks(self) -> NDArray[np.int64]:
         """Distinct active blocks, with those of the request to place, if there is one."""

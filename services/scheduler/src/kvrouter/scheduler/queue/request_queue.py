@@ -198,8 +198,7 @@ class RequestQueue(Generic[T]):
         since = now if since is None else since
         key, tokens = (tenant.name, conversation), max(1, wait.room_tokens)
         others = self._tokens[key]
-        if conversation:
-            self._use(key, tokens)
+        self._use(key, tokens)
         number = next(self._numbers)
         queued = _Queued(request, tenant, number, since, deadline, priority, wait, key, others, tokens)
         self._queued[request] = queued
@@ -224,8 +223,7 @@ class RequestQueue(Generic[T]):
             key = tenant.name, conversation
             self._running[request] = key, max(1, tokens)
             self._order.use(tenant.name, max(1, tokens))
-            if conversation:
-                self._use(key, max(1, tokens))
+            self._use(key, max(1, tokens))
 
     def started(self, request: T) -> None:
         """Records the first token of a released request."""
@@ -239,8 +237,7 @@ class RequestQueue(Generic[T]):
         if (running := self._running.pop(request, None)) is not None:
             key, tokens = running
             self._order.use(key[0], -tokens)
-            if key[1]:
-                self._use(key, -tokens)
+            self._use(key, -tokens)
 
     def is_late(self, request: T, now: float) -> bool:
         """Returns whether a queued request would miss its deadline."""
@@ -377,14 +374,14 @@ class RequestQueue(Generic[T]):
         self._order.remove(queued.tenant, queued.entry, queued.since)
         self._forget_room(queued)
         self._room.remove(queued.tenant.name, 1)
-        if queued.conversation[1]:
-            self._use(queued.conversation, -queued.tokens)
+        self._use(queued.conversation, -queued.tokens)
         return True
 
     def _use(self, key: Conversation, tokens: int) -> None:
-        self._tokens[key] += tokens
-        if not self._tokens[key]:
-            del self._tokens[key]
+        if key[1]:
+            self._tokens[key] += tokens
+            if not self._tokens[key]:
+                del self._tokens[key]
 
     def _note_room(self, queued: _Queued[T]) -> None:
         if (rank := queued.short_rank) is not None:

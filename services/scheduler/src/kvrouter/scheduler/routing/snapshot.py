@@ -117,7 +117,7 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
         """Returns the cached tokens of the prompt on a candidate, on the best eligible one, and on the best of all."""
         blocks, most = self.overlap_blocks, self.most_overlap_blocks
         eligible = most if len(self.free) == len(blocks) else largest(blocks[self.free])
-        return int(blocks[place]) * block_size, eligible * block_size, most * block_size
+        return ReachableTokens(int(blocks[place]) * block_size, eligible * block_size, most * block_size)
 
     def conversation_terms(self, rank: Rank) -> dict[str, float]:
         """Returns the blocks of the conversation that count as overlap on a rank, by name of the term."""

@@ -144,11 +144,9 @@ class ForecastPolicy(Policy):
                 "free_slots": slots,
             }
 
-        # In the order of RankLoad.
-        active_blocks, _, requests, leading_blocks, head_tokens, *_ = context.loads.rows[:, index].tolist()
-        has_slot = open_ranks > 0
+        has_slot, load = open_ranks > 0, context.loads.of(index)
         new_tokens, total = int(weighed.new_tokens), int(context.total_blocks[index])
-        lacks_blocks = total > 0 and active_blocks > total
+        lacks_blocks = total > 0 and load.active_blocks > total
         if not has_slot:
             reason = "the free room is kept for other tenants" if is_limited else "no rank has a free slot"
         elif lacks_blocks:
@@ -157,8 +155,8 @@ class ForecastPolicy(Policy):
             is_any = open_ranks == len(context.ranks)
             reason = "lowest cost" if is_any else "lowest cost of the ranks with a free slot"
         explanation = Explanation(reason, rows[-1], OnDemand(terms), formula)
-        added = context.prompt_tokens - leading_blocks * context.block_size
-        slot = int(total * context.block_size / max(1.0, float(slots[index]) + requests))
+        added = context.prompt_tokens - load.leading_active_blocks * context.block_size
+        slot = int(total * context.block_size / max(1.0, float(slots[index]) + load.requests))
         use_tokens = max(added, slot)
         if lacks_blocks or not has_slot:
             return Wait(
@@ -179,7 +177,7 @@ class ForecastPolicy(Policy):
             use_tokens,
             prefill_tokens=new_tokens,
             forecast_ms=forecast_ms if weighed.fit else None,
-            idle_forecast_ms=None if head_tokens else forecast_ms,
+            idle_forecast_ms=None if load.head_prefill_tokens else forecast_ms,
         )
 
 
