@@ -9,13 +9,7 @@ from typing import Any, Literal
 import msgspec
 from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.json_body import check_structure, decode_json, invalid
-from kvrouter.frontend.edge.request_fields import (
-    Constraint,
-    OnlyDefault,
-    SharedFields,
-    UInt32,
-    check_top_logprobs,
-)
+from kvrouter.frontend.edge.request_fields import Constraint, OnlyDefault, SharedFields, UInt32, check_top_logprobs
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.text.tool_calls import ToolUse
 from kvrouter.v1.worker_pb2 import StructuredOutput

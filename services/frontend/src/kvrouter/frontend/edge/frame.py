@@ -213,16 +213,13 @@ class ResponseFrame:
         """Returns the numbers of tokens, and how the first sequence was routed."""
         prompt_tokens = output_tokens = 0
         details: defaultdict[str, int] = defaultdict(int)
-        for index, count in enumerate(self.counts):
+        for count in self.counts:
             output_tokens += count.output_tokens
-            if index % self._sequences:
-                continue  # The prompt is counted with its first sequence.
+        for count in self.counts[:: self._sequences]:  # The first sequence of each prompt.
             prompt_tokens += count.prompt_tokens
-            if count.cached_tokens is None:
-                continue
-            details["cached_tokens"] += count.cached_tokens
-            if count.lower_cached_tokens is not None:
-                for tier, loaded in by_tier(count.lower_cached_tokens).items():
+            if count.cached_tokens is not None:
+                details["cached_tokens"] += count.cached_tokens
+                for tier, loaded in by_tier(count.lower_cached_tokens or LowerTiers()).items():
                     if loaded:
                         details[f"{tier}_cached_tokens"] += loaded
         return {

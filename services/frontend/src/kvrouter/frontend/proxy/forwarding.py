@@ -7,6 +7,7 @@ response of up to 1 MiB is sent when it is complete.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from http import HTTPStatus
@@ -93,7 +94,7 @@ def generate_request(
         request.sampling_options.n = body.sequences
     if body.cache_salt:
         request.scope.cache_salt = body.cache_salt
-    if body.media is not None and body.media.hashes:
+    if body.media:
         request.multimodal_hashes.extend(body.media.hashes)
     if body.dp_rank is not None:
         request.constraints.dp_rank = body.dp_rank
@@ -194,7 +195,7 @@ class EngineCalls:
         params = request.transfer_params if request.HasField("transfer_params") else None
         body = prefill_body(self._body, params) if is_prefill else decode_body(self._body, params)
         read = self._read_prefill if is_prefill else self._pass_on
-        loop = attempt.ended.get_loop()
+        loop = asyncio.get_running_loop()
         attempt.start(lambda receiver: loop.create_task(self._call(worker, dispatch, body, read, receiver)))
         return attempt
 
@@ -361,8 +362,8 @@ class EngineCalls:
 
 def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, Any]:
     """Returns headers but those of these names. Bytes that are not UTF-8 are replaced, since they cannot be sent."""
-    kept = {}
-    for name, each in headers.items():
-        if name.lower() not in names:
-            kept[name] = each if each.isascii() else each.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return kept
+    return {
+        name: value if value.isascii() else value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        for name, value in headers.items()
+        if name.lower() not in names
+    }

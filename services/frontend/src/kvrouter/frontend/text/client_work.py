@@ -175,13 +175,13 @@ class ClientWork:
         """Runs a job as one slice, and returns its result or raises its error; see ``run_slices``."""
         return await self.run_slices(_one_slice(job), lane, size=size)
 
-    async def read(self, read: Callable[[bytes | bytearray], _T], body: bytes | bytearray) -> _T:
-        """Reads a body: a short one at once, a long one in the thread of bodies.
+    async def read(self, parse: Callable[[bytes | bytearray], _T], body: bytes | bytearray) -> _T:
+        """Parses a body: a short one at once, a long one in the thread of bodies.
 
-        Those that parse a long prompt release the GIL between its pieces.
+        A parser of long prompts releases the GIL between the pieces of a prompt.
         """
         size = len(body)
-        return read(body) if size <= LONG_BODY_BYTES else await self.run(partial(read, body), Lane.BODIES, size=size)
+        return parse(body) if size <= LONG_BODY_BYTES else await self.run(partial(parse, body), Lane.BODIES, size=size)
 
     async def run_slices(self, slices: Slices[_T], lane: Lane, *, size: int) -> _T:
         """Runs a job in a thread, and returns its result or raises its error.

@@ -258,16 +258,16 @@ class WorkerHealth:
         self.reclassify(worker)
 
     def is_watched(self, endpoint: str) -> bool:
-        """Returns whether a worker has running calls or left its last probe unanswered, so it is probed often."""
+        """Returns whether a worker is known and watched; see ``ObservedWorker.is_watched``."""
         worker = self._workers.get(endpoint)
-        return worker is not None and (worker.calls > 0 or worker.missed > 0)
+        return worker is not None and worker.is_watched
 
     def take_unheard(self, endpoints: Iterable[str]) -> list[str]:
-        """Returns those of known workers that are watched (``is_watched``) and sent nothing since the last call."""
+        """Returns those of known workers that are watched and sent nothing since the last call."""
         unheard: list[str] = []
         for endpoint in endpoints:
             worker = self._workers[endpoint]
-            if (worker.calls > 0 or worker.missed > 0) and worker.pieces == worker.pieces_at_probe:
+            if worker.is_watched and worker.pieces == worker.pieces_at_probe:
                 unheard.append(endpoint)
             worker.pieces_at_probe = worker.pieces
         return unheard

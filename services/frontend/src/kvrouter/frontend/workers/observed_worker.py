@@ -171,6 +171,11 @@ class ObservedWorker:
         return self.suspected and not self.registered
 
     @property
+    def is_watched(self) -> bool:
+        """Whether it has running calls or left its last probe unanswered, so it is probed often."""
+        return bool(self.calls or self.missed)
+
+    @property
     def should_be_left(self) -> bool:
         """Whether its requests should leave it."""
         return self.suspected or self.stalled or self.leaving
