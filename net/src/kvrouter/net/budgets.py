@@ -109,7 +109,7 @@ class FloodBudget:
         self._filled = clock()
 
     def spend(self, items: int = 1) -> bool:
-        """Uses a part of the budget, or restores one of fewer than 0 items. Returns False if the peer is flooding."""
+        """Uses items of the budget; a negative number restores some. Returns False if the peer is flooding."""
         self._left = min(self._size, self._left - items)
         if self._left >= 0:
             return True

@@ -50,7 +50,7 @@ _companions: ContextVar[Companions] = ContextVar("kvrouter_trace_companions", de
 current = _current.get
 """Returns the trace context; empty for none."""
 enter = _current.set
-"""Sets a trace context, which is valid, or empty for none, for the rest of the running task."""
+"""Sets the trace context for the rest of the running task: a valid one, or an empty text for none."""
 companions = _companions.get
 """Returns the companions of the client's trace context."""
 

@@ -32,7 +32,7 @@ from kvrouter.net.http2.frames import (
 )
 
 CONNECTION_WINDOW_BYTES: Final = 4 << 20
-"""Bytes a peer may send ahead of the reader, who reads them at once: they are under way between the two."""
+"""Bytes a peer may send before they are read. They are read at once, so this covers what is on its way."""
 MAX_HEADER_BYTES: Final = 16 << 10
 """Size of a header block, encoded and decoded, as gRPC limits it."""
 _MOST_KNOWN_BLOCKS: Final = 8

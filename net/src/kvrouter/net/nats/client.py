@@ -10,7 +10,7 @@ A server pings a client whose first PING is late. The library then stays in stat
 This client answers, and is connected.
 
 A flush of the library may be answered before the server has a subscription that was made before it. This client sends
-the PING of a flush after all that waits.
+the PING of a flush after everything that waits to be sent.
 
 The library delivers all it has read before other tasks run. This client takes a turn of the event loop for each
 message. It awaits the callback of a subscription when it has read the message, where the library hands each message to
@@ -97,7 +97,7 @@ class TolerantClient(Client):
         await or_cancelled(super().flush(*args, **kwargs))
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        # Behind what waits for the flusher: the library writes it at once, and the PONG would come before that.
+        # The library writes a PING at once, ahead of commands that wait for its flusher. Its PONG does not confirm them.
         self._pongs.append(asyncio.Future() if future is None else future)
         self._pending.append(PING_PROTO)
         self._pending_data_size += len(PING_PROTO)
@@ -123,8 +123,8 @@ class TolerantClient(Client):
             if _is_refusal(str(error)):
                 raise _typed(str(error)) from None
             raise
-        # The flushes of the last connection went with it, but PINGs it did not send may still wait. Their PONGs would
-        # answer flushes of this one.
+        # PINGs that the last connection did not send may still wait. Their flushes are over, so their PONGs would
+        # answer flushes of this connection.
         unsent = len(self._pending)
         self._pending = [command for command in self._pending if command != PING_PROTO]
         self._pending_data_size -= (unsent - len(self._pending)) * len(PING_PROTO)

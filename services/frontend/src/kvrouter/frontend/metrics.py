@@ -33,7 +33,7 @@ class ModelMetrics:
         self.output_tokens = metrics.output_tokens.of(model)
 
     def found_cached(self, cached_tokens: int, predicted: int, prompt_tokens: int) -> None:
-        """Counts a prompt of whose tokens a worker reported so many as cached, and the Scheduler predicted so many."""
+        """Counts a prompt, its cached tokens as the worker reported them, and those that were predicted."""
         self.cached_tokens.value += cached_tokens
         self.predicted_cached_tokens.value += predicted
         self.prompt_tokens.value += prompt_tokens

@@ -225,7 +225,7 @@ class WorkerCall(msgspec.Struct, eq=False):
     stalls_before: int
     """How often the worker was found stalled before."""
     leaving_before: int
-    """Number of intervals before at whose end the worker had to be left."""
+    """Number of intervals before the call at whose end the worker was to be left."""
     monitored: MonitoredRequest | None
     """The call as stall detection sees it; None if it shows no stall."""
 

@@ -32,7 +32,8 @@ class StateTooLarge(Exception):
 def worker_at(endpoint: str, tls: Tls | None = None) -> Worker:
     """Returns a stub of the worker at ``host:port``, whose channel is closed when nothing refers to it any more.
 
-    Each call cancels itself when it is given up. For such calls, gRPC's ``close`` would search every task's stack.
+    gRPC's ``close`` is not called, since it searches the stacks of all tasks for calls to cancel. Calls here are
+    cancelled when their tasks are.
     """
     channel = open_channel(endpoint, tls=tls, role="worker", max_message_bytes=_MAX_PART_BYTES)
     return cast(Worker, remote(_DESCRIPTOR, channel))

@@ -125,7 +125,7 @@ def span(name: str, kind: Kind = Kind.INTERNAL) -> AbstractContextManager[Span]:
 
 
 def client_call(name: str, call: Coroutine[Any, Any, _Result]) -> Coroutine[Any, Any, _Result]:
-    """Returns a call of another service, which has not begun, in a span of its own."""
+    """Returns the coroutine of a call to another service, in a client span if spans are recorded."""
     return call if _recorder is None else _in_span(name, call)
 
 
