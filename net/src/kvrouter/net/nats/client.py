@@ -97,7 +97,7 @@ class TolerantClient(Client):
         await or_cancelled(super().flush(*args, **kwargs))
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        # The library writes a PING at once, ahead of commands that wait for its flusher. Its PONG does not confirm them.
+        # The library writes a PING at once, ahead of commands that wait for its flusher. Its PONG cannot confirm them.
         self._pongs.append(asyncio.Future() if future is None else future)
         self._pending.append(PING_PROTO)
         self._pending_data_size += len(PING_PROTO)
