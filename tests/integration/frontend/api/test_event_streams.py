@@ -16,6 +16,7 @@ from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.conversation_ids import ConversationIds
 from kvrouter.frontend.request.progress import OutputReceiver
 from kvrouter.frontend.request.request_checks import Limits
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.service import FrontendService
 from kvrouter.frontend.settings import FrontendSettings
 from kvrouter.frontend.text.client_work import ClientWork
@@ -23,7 +24,7 @@ from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.runtime.http_server import HttpLimits, serving_http
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.errors import KvRouterError, TooLarge
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 from prometheus_client import CollectorRegistry
 
@@ -51,7 +52,7 @@ class Engine:
         self.pieces_sent = 0
 
     async def run(self, request: FrontendServiceGenerateRequest, prompt: bytes, receiver: OutputReceiver) -> None:
-        receiver.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=1)))
+        receiver.routed(Routed(request_id="r", rank=Rank(worker_id=1)))
         try:
             for _ in range(request.stop_conditions.max_tokens // 1000):
                 receiver.output(PIECE)

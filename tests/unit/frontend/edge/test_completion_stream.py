@@ -13,11 +13,12 @@ from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.text_responses import CompletionStream
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.errors import TooLarge
-from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
+from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 
 LAST = DetailedOutput.of(GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH))
@@ -88,7 +89,7 @@ def stream(client: Client, **fields: Any) -> CompletionStream:
     assert request.plain_prompt is not None
     frame = ResponseFrame(request, None, [request.plain_prompt.token_ids])
     begun = CompletionStream(frame, cast(EventStream, client))
-    begun.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=5), mode="kv", routed_on=RoutedOn.ROUTED_ON_TOKENS))
+    begun.routed(Routed(request_id="r", rank=Rank(worker_id=5), mode="kv", routed_on=RoutedOn.ROUTED_ON_TOKENS))
     return begun
 
 
@@ -153,7 +154,7 @@ async def test_the_first_single_token_of_a_continuation_says_where_it_runs() -> 
     completion = stream(client)
     for token_id in (1, 2):
         completion.output(single(token_id))
-    completion.routed(RoutingInfo(request_id="r", rank=Rank(worker_id=6), migrations=1))
+    completion.routed(Routed(request_id="r", rank=Rank(worker_id=6), migrations=1))
     for token_id in (3, 4):
         completion.output(single(token_id))
     assert list(client.token_ids) == [1, 2, 3, 4]

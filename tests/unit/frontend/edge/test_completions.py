@@ -14,12 +14,14 @@ from kvrouter.frontend.edge.frame import ResponseFrame, describe_routing, routin
 from kvrouter.frontend.edge.text_request import TextPrompt, TextRequest
 from kvrouter.frontend.edge.text_responses import WholeCompletion
 from kvrouter.frontend.edge.token_list import TokenPrompt, encode_token_ids
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.workers.output import DetailedOutput
-from kvrouter.v1.common_pb2 import KvSource, Rank, Tier
+from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
 from kvrouter.v1.errors import BadRequest, PromptTooLong
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
+from msgspec.structs import replace
 
 
 def parse(**body: Any) -> TextRequest:
@@ -138,7 +140,7 @@ def test_a_body_that_is_no_json_is_refused() -> None:
         read(b'{"model": ')
 
 
-ROUTING = RoutingInfo(request_id="r", rank=Rank(worker_id=5), predicted_overlap_blocks=2, mode="kv")
+ROUTING = Routed(request_id="r", rank=Rank(worker_id=5), predicted_overlap_blocks=2, mode="kv")
 PIECES = [
     DetailedOutput.of(GenerateOutput(token_ids=[10, 11], cached_tokens=16)),
     DetailedOutput.of(GenerateOutput(token_ids=[12], finish_reason=FinishReason.FINISH_REASON_LENGTH)),
@@ -172,12 +174,11 @@ def test_usage_tells_the_tiers_of_cached_tokens() -> None:
 
 
 def test_a_response_says_where_more_of_the_prompt_is() -> None:
-    routing = RoutingInfo()
-    routing.CopyFrom(ROUTING)
+    routing = replace(ROUTING)
     assert "x-kvrouter-kv-source" not in routing_headers(routing)
     assert not {"kv_source", "predicted_lower_blocks"} & describe_routing(routing).keys()
-    routing.kv_source.CopyFrom(KvSource(rank=Rank(worker_id=7, dp_rank=1), tier=Tier.TIER_HOST, blocks=12))
-    routing.predicted_lower_blocks.host = 1
+    routing.kv_source = KvSource(rank=Rank(worker_id=7, dp_rank=1), tier=Tier.TIER_HOST, blocks=12)
+    routing.predicted_lower_blocks = LowerTiers(host=1)
     assert routing_headers(routing)["x-kvrouter-kv-source"] == "7:1; tier=host; blocks=12"
     described = describe_routing(routing)
     assert described["kv_source"] == {"worker_id": 7, "dp_rank": 1, "tier": "host", "blocks": 12}

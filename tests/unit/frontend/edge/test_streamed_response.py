@@ -12,10 +12,10 @@ from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import Piece, ResponseFrame
 from kvrouter.frontend.edge.text_request import SharedFields, TextRequest
 from kvrouter.frontend.edge.text_responses import StreamedResponse
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.net.model_files import read_model_files
 from kvrouter.v1.common_pb2 import Rank
-from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 from ....byte_tokenizer import write_byte_tokenizer
 
@@ -48,7 +48,7 @@ def test_a_token_without_text_of_its_own_has_its_logprob(is_chat: bool, tmp_path
     model = ModelText(read_model_files(write_byte_tokenizer(tmp_path)), cache_bytes=1 << 20)
     request = TextRequest(SharedFields(model="m"), [], None, is_chat=is_chat, logprobs=True)
     stream = StreamedResponse(ResponseFrame(request, model, [b"\0" * 4]), cast(EventStream, client))
-    stream.routed(0, RoutingInfo(rank=Rank(worker_id=1)))
+    stream.routed(0, Routed(request_id="", rank=Rank(worker_id=1)))
     for text, logprob in (("a", -1.0), ("", -2.0), ("é", -3.0)):
         stream.add(0, Piece(text, [1], [logprob], [], None, None))
     shown = [chunk["choices"][0]["logprobs"] for chunk in client.chunks]
@@ -62,10 +62,10 @@ def test_the_first_chunk_of_a_continuation_says_where_it_runs() -> None:
     client = Client()
     request = TextRequest(SharedFields(model="m"), [], None, is_chat=True)
     stream = StreamedResponse(ResponseFrame(request, None, [b"\0" * 4]), cast(EventStream, client))
-    stream.routed(0, RoutingInfo(rank=Rank(worker_id=1)))
+    stream.routed(0, Routed(request_id="", rank=Rank(worker_id=1)))
     for text in "ab":
         stream.add(0, Piece(text, [], [], [], None, None))
-    stream.routed(0, RoutingInfo(rank=Rank(worker_id=2), migrations=1, earlier_ranks=[Rank(worker_id=1)]))
+    stream.routed(0, Routed(request_id="", rank=Rank(worker_id=2), migrations=1, earlier_ranks=[Rank(worker_id=1)]))
     for text in "cd":
         stream.add(0, Piece(text, [], [], [], None, None))
     assert [chunk["choices"][0]["delta"]["content"] for chunk in client.chunks] == list("abcd")

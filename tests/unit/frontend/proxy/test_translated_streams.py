@@ -20,9 +20,11 @@ from kvrouter.frontend.edge.translated_request import TranslatedRequest
 from kvrouter.frontend.proxy import engine_chat
 from kvrouter.frontend.proxy.engine_chat import ChunkPattern
 from kvrouter.frontend.proxy.forwarded_response import TranslatedResponse
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.workers.output import DetailedOutput
+from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.errors import DependencyAway
-from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
+from kvrouter.v1.frontend_pb2 import RoutedOn
 
 BODIES: dict[type[TranslatedRequest], bytes] = {
     MessagesRequest: b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "stream": true}',
@@ -68,7 +70,7 @@ def answered(kind: type[TranslatedRequest], pieces: Sequence[bytes]) -> bytes:
         protocol = Mock(writing_paused=False, transport=client)
         request = make_mocked_request("POST", kind.path, protocol=protocol, transport=client)
         response = TranslatedResponse(request, writer, RoutedOn.ROUTED_ON_TOKENS, kind.read(BODIES[kind]), b"")
-        response.routed(RoutingInfo(request_id="id"))
+        response.routed(Routed(request_id="id", rank=Rank()))
         response.answers(200, "OK", {"Content-Type": "text/event-stream"})
         for piece in pieces:
             response.output(DetailedOutput(1, raw=piece))

@@ -13,6 +13,7 @@ from typing import Any, cast
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.attempt_budget import AttemptBudget
 from kvrouter.frontend.request.generation import BOOKED_ID_MARK, Generation
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.frontend.workers.attempt import RunningCall
@@ -26,7 +27,7 @@ from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import BookingKey, Rank, RoutingRequest
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutingInfo
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
@@ -103,14 +104,14 @@ class NotCancelled:
     def cancel(self) -> None: ...
 
 
-class Routed:
+class Outputs:
     """Collects the workers that the output comes from."""
 
     def __init__(self) -> None:
         self.latest = 0
         self.served_by: list[int] = []
 
-    def routed(self, routing: RoutingInfo) -> None:
+    def routed(self, routing: Routed) -> None:
         self.latest = routing.rank.worker_id
 
     def output(self, _: Output) -> None:
@@ -173,6 +174,6 @@ def deaths() -> RequestDeaths:
 
 
 async def collected(generation: Generation) -> list[int]:
-    receiver = Routed()
+    receiver = Outputs()
     await generation.run(receiver, Deadline.after(30))
     return receiver.served_by

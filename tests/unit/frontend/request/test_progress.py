@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, strategies as st
 from kvrouter.frontend.metrics import MetricsByModel
 from kvrouter.frontend.request.progress import Progress
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates, LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.v1.common_pb2 import BookingKey, LowerTiers
-from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import FinishReason
 from prometheus_client import CollectorRegistry
@@ -52,7 +52,7 @@ class Received:
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
-    def routed(self, routing: RoutingInfo) -> None: ...
+    def routed(self, routing: Routed) -> None: ...
 
     def output(self, output: Output) -> None:
         self.tokens += output.token_ids

@@ -11,18 +11,18 @@ from typing import Protocol
 
 from kvrouter.frontend.edge.frame import FINISH_REASONS, Piece, ResponseFrame
 from kvrouter.frontend.request.progress import OutputComplete
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.output_text import Detokenizer, ReasoningParser, StopStrings
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
-from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.worker_pb2 import TopLogprobs
 
 
 class ChoiceSink(Protocol):
     """Receives the pieces of all sequences of a response."""
 
-    def routed(self, index: int, routing: RoutingInfo) -> None:
+    def routed(self, index: int, routing: Routed) -> None:
         """Receives where a sequence runs."""
 
     def add(self, index: int, piece: Piece) -> None:
@@ -78,7 +78,7 @@ class WholeSink(ABC):
         self._frame = frame
         self._sequences: dict[int, Collected] = {}
 
-    def routed(self, index: int, routing: RoutingInfo) -> None:
+    def routed(self, index: int, routing: Routed) -> None:
         """Adds where a sequence runs. Its output so far stays when it continues on another worker."""
         self._frame.routed(index, routing)
         self._sequences.setdefault(index, Collected())
@@ -111,7 +111,7 @@ class Choice:
         self._stop = StopStrings(fields.stop_strings(), include=bool(fields.include_stop_str_in_output))
         self._min_tokens = fields.min_tokens or 0
 
-    def routed(self, routing: RoutingInfo) -> None:
+    def routed(self, routing: Routed) -> None:
         """Adds where the sequence runs."""
         self._sink.routed(self.index, routing)
 

@@ -11,11 +11,12 @@ import msgspec
 from kvrouter.frontend.edge.text_request import TextPrompt, TextRequest
 from kvrouter.frontend.edge.token_list import TokenPrompt, encode_token_ids
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.text.model_text import ModelText
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Tier
-from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
+from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.texts import by_tier, rank_text, text_of
 from kvrouter.v1.worker_pb2 import FinishReason, TopLogprobs
 
@@ -23,11 +24,12 @@ KV_SOURCE_HEADER = "x-kvrouter-kv-source"
 """Header with another rank that holds more of the prompt, for clients and engines."""
 
 
-def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
+def describe_routing(routing: Routed) -> dict[str, Any]:
     """Returns how a request was routed, as responses contain it."""
+    rank = routing.rank
     routed: dict[str, Any] = {
-        "worker_id": routing.rank.worker_id,
-        "dp_rank": routing.rank.dp_rank,
+        "worker_id": rank.worker_id,
+        "dp_rank": rank.dp_rank,
         "predicted_overlap_blocks": routing.predicted_overlap_blocks,
         "prompt_blocks": routing.prompt_blocks,
         "mode": routing.mode,
@@ -35,10 +37,9 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
         "router_us": routing.router_us,
         "queued_us": routing.queued_us,
     }
-    if routing.HasField("predicted_lower_blocks"):
+    if routing.predicted_lower_blocks is not None:
         routed["predicted_lower_blocks"] = by_tier(routing.predicted_lower_blocks)
-    if routing.HasField("kv_source"):
-        source = routing.kv_source
+    if (source := routing.kv_source) is not None:
         routed["kv_source"] = {
             "worker_id": source.rank.worker_id,
             "dp_rank": source.rank.dp_rank,
@@ -51,7 +52,7 @@ def describe_routing(routing: RoutingInfo) -> dict[str, Any]:
         routed["inexact_continuation"] = routing.inexact_continuation
     if routing.prefill_reason:
         routed["prefill_reason"] = routing.prefill_reason
-    if routing.HasField("prefill_rank"):
+    if routing.prefill_rank is not None:
         routed["prefill_rank"] = rank_text(routing.prefill_rank)
         routed["prefill_us"] = routing.prefill_us
     if routing.model_choice:
@@ -66,12 +67,12 @@ def kv_source_text(source: KvSource) -> str:
     return f"{rank_text(source.rank)}; tier={text_of(Tier, source.tier)}; blocks={source.blocks}"
 
 
-def migration_notice(routing: RoutingInfo) -> bytes:
+def migration_notice(routing: Routed) -> bytes:
     """Returns a field for the first chunk of a stream's continuation; empty if the request has not migrated."""
     return b',"kvrouter":' + msgspec.json.encode(describe_routing(routing)) if routing.migrations else b""
 
 
-def routing_headers(routing: RoutingInfo) -> dict[str, str]:
+def routing_headers(routing: Routed) -> dict[str, str]:
     """Returns the headers saying where a request ran."""
     headers = {
         "x-request-id": routing.request_id,
@@ -79,11 +80,11 @@ def routing_headers(routing: RoutingInfo) -> dict[str, str]:
         "x-kvrouter-overlap-blocks": str(routing.predicted_overlap_blocks),
         "x-kvrouter-routed-on": text_of(RoutedOn, routing.routed_on),
     }
-    if routing.HasField("kv_source"):
+    if routing.kv_source is not None:
         headers[KV_SOURCE_HEADER] = kv_source_text(routing.kv_source)
     if routing.model_choice:
         headers["x-kvrouter-model-choice"] = routing.model_choice
-    if routing.HasField("prefill_rank"):
+    if routing.prefill_rank is not None:
         headers["x-kvrouter-prefill-worker"] = rank_text(routing.prefill_rank)
     return headers
 
@@ -160,7 +161,7 @@ class ResponseFrame:
         self.returns_token_ids = self.returns_prompt or (text is None and request.fields.return_token_ids is None)
         """Whether token ids are returned. Without a tokenizer they are the whole output."""
         self._created = int(time.time())
-        self._routing: RoutingInfo | None = None
+        self._routing: Routed | None = None
 
     @property
     def request_id(self) -> str:
@@ -172,7 +173,7 @@ class ResponseFrame:
         """Headers with the place of the first sequence."""
         return {} if self._routing is None else routing_headers(self._routing)
 
-    def routed(self, index: int, routing: RoutingInfo) -> None:
+    def routed(self, index: int, routing: Routed) -> None:
         """Adds where a sequence runs. The response has the place of the first."""
         if index == 0 or self._routing is None:
             self._routing = routing

@@ -11,6 +11,7 @@ from kvrouter.frontend.edge.event_stream import too_much_unread
 from kvrouter.frontend.edge.text_request import TextPrompt
 from kvrouter.frontend.request.progress import OutputComplete, OutputReceiver
 from kvrouter.frontend.request.request_checks import Limits, prompt_limit
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.text.output_text import Detokenizer, StopStrings
 from kvrouter.frontend.workers.output import DetailedOutput, Output
@@ -22,7 +23,6 @@ from kvrouter.v1.frontend_pb2 import (
     FrontendServiceGenerateRequest,
     FrontendServiceGenerateResponse,
     RankOverlap,
-    RoutingInfo,
     Selection,
 )
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
@@ -90,9 +90,9 @@ class OutputBuffer(ResponseBuffer):
         self.begun = False
         """Whether there has been output."""
 
-    def routed(self, routing: RoutingInfo) -> None:
+    def routed(self, routing: Routed) -> None:
         """Adds the routing to the next piece."""
-        self._routing = FrontendServiceGenerateResponse(routing=routing).SerializeToString()
+        self._routing = FrontendServiceGenerateResponse(routing=routing.to_message()).SerializeToString()
 
     def output(self, output: Output) -> None:
         """Buffers a piece. Clients see no transfer parameters: they are for decode workers.
@@ -122,7 +122,7 @@ class TextOutput:
         self._min_tokens = min_tokens
         self._tokens = 0
 
-    def routed(self, routing: RoutingInfo) -> None:
+    def routed(self, routing: Routed) -> None:
         """Adds where the request runs."""
         self._receiver.routed(routing)
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from kvrouter.frontend.edge.event_stream import EventStream, named_event, too_much_unread
 from kvrouter.frontend.edge.frame import Piece, ResponseFrame, migration_notice
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
-from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 
 class ResponseStream:
@@ -74,7 +74,7 @@ class ResponseStream:
         """Whether further output is to be kept, since the client does not read."""
         return self._flushing is not None or self._events.is_full
 
-    def _place(self, index: int, routing: RoutingInfo) -> None:
+    def _place(self, index: int, routing: Routed) -> None:
         """Adds where a sequence runs."""
         self._frame.routed(index, routing)
         if notice := migration_notice(routing):
@@ -113,7 +113,7 @@ class NamedEvents(ResponseStream, ABC):
         self._keeps = keeps
         self._has_begun = False
 
-    def routed(self, index: int, routing: RoutingInfo) -> None:
+    def routed(self, index: int, routing: Routed) -> None:
         """Adds where the sequence runs."""
         self._frame.routed(index, routing)
         if not self._events.begun:

@@ -15,9 +15,9 @@ from kvrouter.frontend.edge.frame import FINISH_REASONS, Piece, ResponseFrame
 from kvrouter.frontend.edge.response_stream import ResponseStream
 from kvrouter.frontend.edge.token_list import encode_token_ids
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.text.tool_calls import ToolCallPiece
 from kvrouter.frontend.workers.output import Output
-from kvrouter.v1.frontend_pb2 import RoutingInfo
 
 
 class WholeResponse(WholeSink):
@@ -53,7 +53,7 @@ class StreamedResponse(ResponseStream):
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
-    def routed(self, index: int, routing: RoutingInfo) -> None:
+    def routed(self, index: int, routing: Routed) -> None:
         """Adds where a sequence runs."""
         self._place(index, routing)
 
@@ -124,7 +124,7 @@ class WholeCompletion:
         self._token_ids = array("I")
         self._finish_reason: str | None = None
 
-    def routed(self, routing: RoutingInfo) -> None:
+    def routed(self, routing: Routed) -> None:
         """Adds where the request runs."""
         self._frame.routed(0, routing)
 
@@ -162,7 +162,7 @@ class CompletionStream(ResponseStream):
         self._unread_tokens = array("I")
         self._unread_finish_reason: int = 0
 
-    def routed(self, routing: RoutingInfo) -> None:
+    def routed(self, routing: Routed) -> None:
         """Adds where the request runs."""
         self._place(0, routing)
         self._before = self._head + b',"choices":[{"index":0,"text":""'

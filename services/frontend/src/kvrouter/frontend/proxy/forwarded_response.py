@@ -17,9 +17,10 @@ from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.translated_request import TranslatedRequest
 from kvrouter.frontend.proxy.engine_chat import ChunkPattern, piece_of, read_answer
 from kvrouter.frontend.proxy.engine_response import MALFORMED, EventReader, Usage, data_of
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.errors import DependencyAway
-from kvrouter.v1.frontend_pb2 import RoutedOn, RoutingInfo
+from kvrouter.v1.frontend_pb2 import RoutedOn
 
 
 class ForwardedResponse:
@@ -40,7 +41,7 @@ class ForwardedResponse:
         """Whether its first byte was written."""
         return self.stream is not None and self.stream.begun
 
-    def routed(self, routing: RoutingInfo) -> None:
+    def routed(self, routing: Routed) -> None:
         """Adds where the request runs."""
         if not routing.load_only:
             routing.routed_on = self._routed_on
@@ -129,7 +130,7 @@ class TranslatedResponse(ForwardedResponse):
         self._body = bytearray()
         self._failed = False
 
-    def routed(self, routing: RoutingInfo) -> None:
+    def routed(self, routing: Routed) -> None:
         """Adds where the request runs."""
         super().routed(routing)
         self._frame.routed(0, routing)

@@ -9,12 +9,13 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
 from kvrouter.frontend.request.attempt_budget import is_inexact, remaining
 from kvrouter.frontend.request.current_choice import choice_text
 from kvrouter.frontend.request.prefill_stage import PrefillStage
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.net import trace_context
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import content_in_blocks, set_local_hashes
 from kvrouter.v1.common_pb2 import AvoidedWorker, KvSource, Rank, RoutingRequest, Stage
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn, RoutingInfo
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
 
@@ -194,7 +195,7 @@ class AttemptInput:
         selection: SelectWorkerResponse,
         migrations: int,
         prefill: PrefillStage | None,
-    ) -> RoutingInfo:
+    ) -> Routed:
         """Returns how an attempt was routed, and notes its rank for the attempts after it.
 
         Args:
@@ -204,35 +205,32 @@ class AttemptInput:
             migrations: Migrations before.
             prefill: The prefill stage; None if the pool is not disaggregated.
         """
-        routing = RoutingInfo(
+        load_only = selection.load_only
+        routing = Routed(
             request_id=request_id,
+            rank=booking.rank,
             attempt=booking.key.attempt,
             predicted_overlap_blocks=selection.overlap_blocks,
             prompt_blocks=selection.prompt_blocks,
             decision_id=selection.decision_id,
-            load_only=selection.load_only,
-            routed_on=_ON_LOAD if selection.load_only else _ON_TOKENS,
+            load_only=load_only,
+            routed_on=_ON_LOAD if load_only else _ON_TOKENS,
             router_us=(time.perf_counter_ns() - self.since_ns) // 1000,
             queued_us=selection.queued_us,
             mode=selection.mode,
-            model_choice=self.routing.model_choice,
+            model_choice=choice_text(),
+            component=booking.component,
+            predicted_lower_blocks=selection.lower_blocks if selection.HasField("lower_blocks") else None,
+            kv_source=selection.kv_source if selection.HasField("kv_source") else None,
+            ignored_overrides=selection.ignored_overrides,
         )
-        routing.rank.CopyFrom(selection.rank)
-        routing.component.CopyFrom(selection.component)
-        if selection.HasField("lower_blocks"):
-            routing.predicted_lower_blocks.CopyFrom(selection.lower_blocks)
-        if selection.HasField("kv_source"):
-            routing.kv_source.CopyFrom(selection.kv_source)
-        if selection.ignored_overrides:
-            routing.ignored_overrides.extend(selection.ignored_overrides)
         if self._earlier_ranks:
-            routing.earlier_ranks.extend(self._earlier_ranks)
+            routing.earlier_ranks = self._earlier_ranks.copy()
             routing.migrations = migrations
             routing.inexact_continuation = migrations > 0 and is_inexact(self._request.sampling_options)
         if prefill is not None:
             routing.prefill_reason = prefill.reason
             routing.prefill_us = prefill.spent_ns // 1000
-            if prefill.rank is not None:
-                routing.prefill_rank.CopyFrom(prefill.rank)
-        self._earlier_ranks.append(selection.rank)
+            routing.prefill_rank = prefill.rank
+        self._earlier_ranks.append(booking.rank)
         return routing

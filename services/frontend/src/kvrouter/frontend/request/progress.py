@@ -11,13 +11,13 @@ from typing import Protocol
 
 import msgspec
 from kvrouter.frontend.metrics import ModelMetrics
+from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.output import Output
 from kvrouter.runtime.tracing import Kind, Span, span
 from kvrouter.v1.common_pb2 import LowerTiers
-from kvrouter.v1.frontend_pb2 import RoutingInfo
 from kvrouter.v1.texts import rank_text
 from kvrouter.v1.worker_pb2 import FinishReason
 
@@ -35,7 +35,7 @@ class OutputReceiver(Protocol):
     How the request ends, ``Generation.run`` says by returning or raising.
     """
 
-    def routed(self, routing: RoutingInfo) -> None:
+    def routed(self, routing: Routed) -> None:
         """Receives where the request runs, at the start of each attempt."""
 
     def output(self, output: Output) -> None:
