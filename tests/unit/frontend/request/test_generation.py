@@ -26,7 +26,7 @@ from kvrouter.frontend.workers.poison_prompts import PoisonPrompts, RequestDeath
 from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.v1.common_pb2 import BookingKey, Rank, RoutingRequest
+from kvrouter.v1.common_pb2 import BookingKey, Rank
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
@@ -57,9 +57,10 @@ class Link:
         return self
 
     async def book(
-        self, key: BookingKey, routing: RoutingRequest, hashes: bytes, *, arrived_unix_ns: int, deadline: Deadline
+        self, key: BookingKey, request: SelectWorkerRequest, hashes: bytes, *, arrived_unix_ns: int, deadline: Deadline
     ) -> tuple[SelectWorkerResponse, LiveBooking]:
-        request = SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=arrived_unix_ns)
+        request.booking.CopyFrom(key)
+        routing = request.request
         self.requested.append(SelectWorkerRequest.FromString(request.SerializeToString()))
         worker_id = next(self._choices)
         self.live += 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kvrouter.net.wire_format import encode_varint, tag
 from kvrouter.v1.common_pb2 import Component, LocalHashes, MultimodalHash, Role, Stage
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.names import ComponentName, InvalidName
@@ -101,6 +102,9 @@ def check_prompt_length(tokens: int, context_length: int, limit: int = 1 << 32) 
         raise PromptTooLong.for_model(tokens, context_length)
 
 
+_HASHES_TAG = tag(LocalHashes, "hashes")
+
+
 def pack_local_hashes(message: LocalHashes) -> bytes:
     """Returns the hashes of a message as a packed buffer."""
     return PackedLocalHashes.FromString(message.SerializeToString()).hashes
@@ -108,7 +112,7 @@ def pack_local_hashes(message: LocalHashes) -> bytes:
 
 def set_local_hashes(message: LocalHashes, packed: bytes) -> None:
     """Sets the hashes of a message, usually a field of another message, to those of a packed buffer."""
-    message.ParseFromString(PackedLocalHashes(hashes=packed).SerializeToString())
+    message.ParseFromString(b"".join((_HASHES_TAG, encode_varint(len(packed)), packed)))
 
 
 def pack_sequence_hashes(message: ReassertBooking) -> bytes:

@@ -16,7 +16,7 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import content_in_blocks, set_local_hashes
 from kvrouter.v1.common_pb2 import AvoidedWorker, KvSource, Rank, RoutingRequest, Stage
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn
-from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
 
 # Reading one from its enum takes over a microsecond.
@@ -24,32 +24,27 @@ _WHOLE, _DECODE = Stage.STAGE_WHOLE, Stage.STAGE_DECODE
 _ON_LOAD, _ON_TOKENS = RoutedOn.ROUTED_ON_LOAD, RoutedOn.ROUTED_ON_TOKENS
 
 
-def routing_request(
+def set_routing(
+    routing: RoutingRequest,
     request: FrontendServiceGenerateRequest,
     view: ComponentView,
     local_hashes: bytes,
     prompt_tokens: int,
     *,
     is_estimated: bool = False,
-) -> RoutingRequest:
-    """Returns a request for a Scheduler: hashes, lengths and options, no tokens.
+) -> None:
+    """Sets an empty message to a request for a Scheduler: hashes, lengths and options, no tokens.
 
     ``is_estimated``: whether the number of prompt tokens is an estimate.
     """
     descriptor = view.descriptor
-    routing = RoutingRequest(
-        model=request.model,
-        prompt_tokens=prompt_tokens,
-        block_size=descriptor.block_size,
-        conversation_id=request.conversation_id,
-        priority=request.priority,
-        expected_output_tokens=(request.expected_output_tokens if request.HasField("expected_output_tokens") else None),
-        max_output_tokens=request.stop_conditions.max_tokens,
-        length_is_estimated=is_estimated,
-        model_choice=choice_text(),
-    )
-    # Not passed above: a message in the arguments of another is encoded and decoded.
     routing.component.CopyFrom(descriptor.component)
+    routing.model, routing.block_size = request.model, descriptor.block_size
+    routing.prompt_tokens, routing.length_is_estimated = prompt_tokens, is_estimated
+    routing.conversation_id, routing.priority = request.conversation_id, request.priority
+    routing.max_output_tokens, routing.model_choice = request.stop_conditions.max_tokens, choice_text()
+    if request.HasField("expected_output_tokens"):
+        routing.expected_output_tokens = request.expected_output_tokens
     set_local_hashes(routing.local_hashes, local_hashes)
     media = request.multimodal_hashes
     if media and (unindexed := [item for item in media if item.unindexed]):
@@ -67,7 +62,6 @@ def routing_request(
         if sampling.HasField("structured_output"):
             unable = (worker.worker_id for worker in view.workers.values() if not worker.serves_structured_output)
             routing.constraints.excluded_worker_ids.extend(unable)
-    return routing
 
 
 class AttemptInput:
@@ -93,10 +87,14 @@ class AttemptInput:
         """Hashes of the prompt the client sent."""
         self.hashes = self.client_hashes
         """Hashes of the prompt."""
-        self.routing = routing_request(request, view, self.hashes, self.client_prompt_tokens, is_estimated=is_estimated)
+        self.selection = SelectWorkerRequest()
+        """The call of the Scheduler, without a booking."""
+        self.routing = self.selection.request
         """The Scheduler's request."""
-        self._never = list(self.routing.constraints.excluded_worker_ids)
-        """Workers of the pool no attempt may use."""
+        tokens = self.client_prompt_tokens
+        set_routing(self.routing, request, view, self.hashes, tokens, is_estimated=is_estimated)
+        self._failed_workers = 0
+        """Number of workers excluded because they failed, which are the last excluded ones."""
         self._stop = request.stop_conditions
         self._earlier_ranks: list[Rank] = []
         """Ranks of the attempts so far."""
@@ -114,11 +112,11 @@ class AttemptInput:
         client_prompt = self.prompt[: self.client_prompt_tokens * TOKEN_BYTES]
         self.client_hashes = hash_prompt(client_prompt, self._request, self.block_size)
         self.hashes = hash_prompt(self.prompt, self._request, self.block_size, known=self.client_hashes)
-        self.routing = routing_request(
-            self._request, view, self.hashes, self.prompt_tokens, is_estimated=self._is_estimated
-        )
+        self.routing.Clear()
+        tokens = self.prompt_tokens
+        set_routing(self.routing, self._request, view, self.hashes, tokens, is_estimated=self._is_estimated)
         self.routing.max_output_tokens = self._stop.max_tokens
-        self._never = list(self.routing.constraints.excluded_worker_ids)
+        self._failed_workers = 0
 
     def append_output(self, output: bytes) -> None:
         """Puts all output so far, a packed buffer, at the end of the prompt the client sent."""
@@ -129,15 +127,18 @@ class AttemptInput:
         set_local_hashes(self.routing.local_hashes, self.hashes)
         self.routing.prompt_tokens = self.prompt_tokens
         self.routing.max_output_tokens = self._stop.max_tokens
-        self.routing.constraints.excluded_worker_ids[:] = self._never
+        self.readmit()
 
     def exclude(self, worker_id: int) -> None:
         """Excludes a worker that failed, until the request has further output or turns to another pool."""
         self.routing.constraints.excluded_worker_ids.append(worker_id)
+        self._failed_workers += 1
 
     def readmit(self) -> None:
         """Takes back all exclusions of workers that failed."""
-        self.routing.constraints.excluded_worker_ids[:] = self._never
+        excluded = self.routing.constraints.excluded_worker_ids
+        del excluded[len(excluded) - self._failed_workers :]
+        self._failed_workers = 0
 
     def avoid(self, unhealthy: Sequence[AvoidedWorker], others: Sequence[int]) -> None:
         """Avoids workers where possible.

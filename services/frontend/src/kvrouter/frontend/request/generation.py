@@ -400,7 +400,7 @@ class Generation:
         key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=stage)
         self._input.routing.may_prefill_locally = stage == _DECODE
         return self._link.book(
-            key, self._input.routing, self._input.hashes, arrived_unix_ns=self._arrived_unix_ns, deadline=deadline
+            key, self._input.selection, self._input.hashes, arrived_unix_ns=self._arrived_unix_ns, deadline=deadline
         )
 
     def _after(self, failure: WorkerFailure, error: KvRouterError) -> KvRouterError:

@@ -31,6 +31,7 @@ from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.tracing import Kind, span
 from kvrouter.v1.common_pb2 import BookingKey, Rank, Role, RoutingRequest, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NotFound, NoWorkers, UnknownModel
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 from kvrouter.v1.texts import rank_text
 from kvrouter.v1.worker_pb2 import StopConditions, TransferParams, WorkerServiceGenerateRequest
 
@@ -228,7 +229,8 @@ class PrefillStage:
     ) -> TransferParams:
         key = BookingKey(request_id=request.request_id, attempt=next(self._numbers), stage=Stage.STAGE_PREFILL)
         link = self._shared.links.link(view.name, hashes, routing.conversation_id)
-        selection, booking = await link.book(key, self._routing(view, routing), hashes, deadline=deadline)
+        select = SelectWorkerRequest(request=self._routing(view, routing))
+        selection, booking = await link.book(key, select, hashes, deadline=deadline)
         self._booking = booking
         worker_id = selection.rank.worker_id
         worker = view.workers.get(worker_id)

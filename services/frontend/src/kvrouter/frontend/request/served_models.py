@@ -10,7 +10,7 @@ from kvrouter.engines.openai_server import is_openai_server
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_model
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
-from kvrouter.frontend.request.attempt_input import routing_request
+from kvrouter.frontend.request.attempt_input import set_routing
 from kvrouter.frontend.request.current_choice import chosen_pool
 from kvrouter.frontend.request.model_pools import can_take, of_pool, resolve_model
 from kvrouter.frontend.request.prefill_stage import PrefillStage
@@ -218,15 +218,15 @@ class RequestPools:
         hashes: dict[int, bytes] = {}
 
         def routing(view: ComponentView) -> RoutingRequest:
+            routed = RoutingRequest()
             if current is not None and current.component == view.descriptor.component:
-                routed = RoutingRequest()
                 routed.CopyFrom(current)
             else:
                 size = view.descriptor.block_size
                 if size not in hashes:
                     hashes[size] = hash_prompt(prompt, self.request, size)
                 tokens = len(prompt) // TOKEN_BYTES
-                routed = routing_request(self.request, view, hashes[size], tokens, is_estimated=self.is_estimated)
+                set_routing(routed, self.request, view, hashes[size], tokens, is_estimated=self.is_estimated)
                 routed.constraints.avoided_workers.extend(self.health.avoided(view.name))
             stage = self.prefill_stage(view)
             routed.may_prefill_locally = stage is not None and stage.is_possible

@@ -193,10 +193,14 @@ class BookingUpdates:
         booking.room = output_tokens + -(booking.prompt_tokens + output_tokens) % booking.block_size
         return pb.BookingUpdate(output=pb.ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
 
-    def free(self, booking: LiveBooking, freeing: pb.FreeRequest) -> None:
-        """Ends a booking, and adds the update that frees it."""
+    def free(self, booking: LiveBooking) -> pb.FreeRequest:
+        """Ends a booking, and adds the update that frees it. Returns its message, for what else it says."""
         self.live.pop(booking, None)
-        self.unsent.append(pb.BookingUpdate(free=freeing))
+        update = pb.BookingUpdate()
+        freeing = update.free
+        freeing.booking.CopyFrom(booking.key)
+        self.unsent.append(update)
+        return freeing
 
     def next_call(self) -> pb.UpdateBookingsRequest:
         """Returns the next call with updates to send, as many as fit."""
@@ -209,7 +213,8 @@ class BookingUpdates:
             update = unsent.popleft()
             sent.append(update)
             updates.append(update)
-            size += update.ByteSize()
+            if unsent:
+                size += update.ByteSize()
         return request
 
     def answered(self, response: pb.UpdateBookingsResponse, *, is_last: bool) -> None:

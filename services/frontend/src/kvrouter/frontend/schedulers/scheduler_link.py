@@ -28,7 +28,7 @@ from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing import client_call
 from kvrouter.v1 import scheduler_pb2 as pb
-from kvrouter.v1.common_pb2 import BookingKey, LowerTiers, RoutingRequest
+from kvrouter.v1.common_pb2 import BookingKey, LowerTiers
 from kvrouter.v1.errors import (
     DeadlineExceeded,
     DependencyAway,
@@ -189,13 +189,19 @@ class SchedulerLink:
             del self._updates.selecting[id(request)]
 
     async def book(
-        self, key: BookingKey, routing: RoutingRequest, hashes: bytes, *, arrived_unix_ns: int = 0, deadline: Deadline
+        self,
+        key: BookingKey,
+        request: pb.SelectWorkerRequest,
+        hashes: bytes,
+        *,
+        arrived_unix_ns: int = 0,
+        deadline: Deadline,
     ) -> tuple[pb.SelectWorkerResponse, LiveBooking]:
         """Books a rank, and keeps the booking until it is freed. Returns the decision and the booking.
 
         Args:
             key: Key of the booking.
-            routing: The request.
+            request: The request, as for ``select``; booking and arrival are filled in here too.
             hashes: Local hashes of its prompt, packed.
             arrived_unix_ns: Its arrival, Unix nanoseconds; 0 for now.
             deadline: As for ``select``.
@@ -203,8 +209,10 @@ class SchedulerLink:
         Raises:
             KvRouterError: as for ``select``.
         """
-        request = pb.SelectWorkerRequest(request=routing, booking=key, arrived_unix_ns=arrived_unix_ns)
+        request.booking.CopyFrom(key)
+        request.arrived_unix_ns = arrived_unix_ns
         selection = await self.select(request, deadline=deadline)
+        routing = request.request
         sequences = routing.sequences or 1
         booking = LiveBooking.of(key, selection, hashes, routing.prompt_tokens, routing.block_size, sequences)
         self._updates.live[booking] = None
@@ -278,14 +286,14 @@ class SchedulerLink:
             output_tokens: Length of the output; None if that broke off, or is unknown.
             prefill_complete: Whether the prompt is computed, and ``prefill_complete`` was not called.
         """
-        freeing = pb.FreeRequest(
-            booking=booking.key,
-            cached_tokens=cached_tokens,
-            lower_cached_tokens=lower_cached_tokens,
-            output_tokens=output_tokens,
-            prefill_complete=prefill_complete,
-        )
-        self._updates.free(booking, freeing)
+        freeing = self._updates.free(booking)
+        if cached_tokens is not None:
+            freeing.cached_tokens = cached_tokens
+        if lower_cached_tokens is not None:
+            freeing.lower_cached_tokens.CopyFrom(lower_cached_tokens)
+        if output_tokens is not None:
+            freeing.output_tokens = output_tokens
+        freeing.prefill_complete = prefill_complete
         self._schedule_send()
 
     def _release(self, key: BookingKey) -> None:

@@ -19,7 +19,7 @@ from kvrouter.frontend.proxy.endpoint_picker.engines import EngineAddresses, Eng
 from kvrouter.frontend.proxy.engine_request import check_salted, permitted
 from kvrouter.frontend.proxy.forwarding import generate_request
 from kvrouter.frontend.proxy.routed_body import RoutedBody
-from kvrouter.frontend.request.attempt_input import routing_request
+from kvrouter.frontend.request.attempt_input import set_routing
 from kvrouter.frontend.request.model_choice import ModelChoices
 from kvrouter.frontend.request.model_pools import describe_models, of_pool, resolve_model
 from kvrouter.frontend.request.request_runner import RequestRunner
@@ -32,6 +32,7 @@ from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage
 from kvrouter.v1.errors import KvRouterError, NoWorkers
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 
 log = structlog.get_logger(component="endpoint-picker")
 
@@ -71,7 +72,8 @@ class _Offer(NamedTuple):
         request = generate_request(body, "")
         request.model, request.scope.lora_name = view.descriptor.model, lora_name
         hashes = hash_prompt(body.token_ids, request, view.descriptor.block_size)
-        routing = routing_request(request, view, hashes, body.prompt_tokens, is_estimated=body.is_estimated)
+        routing = RoutingRequest()
+        set_routing(routing, request, view, hashes, body.prompt_tokens, is_estimated=body.is_estimated)
         routing.constraints.allowed_worker_ids.extend(() if len(endpoints) == len(view.workers) else endpoints)
         routing.constraints.avoided_workers.extend(health.avoided(view.name))
         return cls(view, endpoints, routing, hashes)
@@ -218,7 +220,8 @@ class Picker:
         link = self._links.link(view.name, hashes, body.conversation_id)
         # A client may reuse its request id, but the key of a freed booking cannot be booked again.
         key = BookingKey(request_id=f"{request_id}~{secrets.token_hex(4)}", stage=Stage.STAGE_WHOLE)
-        selection, booking = await link.book(key, routing, hashes, arrived_unix_ns=time.time_ns(), deadline=deadline)
+        select = SelectWorkerRequest(request=routing)
+        selection, booking = await link.book(key, select, hashes, arrived_unix_ns=time.time_ns(), deadline=deadline)
         chosen = booking.rank.worker_id
         fallbacks = self._fallbacks(view.name, endpoints, chosen)
         headers = self.settings.engine_keys.headers(view.name.name)
