@@ -15,7 +15,6 @@ from kvrouter.net.ticks import seconds_to_send
 
 _CHECK_SECONDS = KEEPALIVE_TIMEOUT_MS / 1000
 _CHECKS_TO_PING = KEEPALIVE_MS // KEEPALIVE_TIMEOUT_MS
-_SLICE_BYTES = 16 << 10
 _READ_US = 20
 """CPU time of a small read, microseconds."""
 
@@ -34,6 +33,8 @@ class Endpoint(asyncio.Protocol):
 
     bytes_per_us: ClassVar[int] = 4
     """Bytes processed in a microsecond, by default outputs of an engine's step."""
+    slice_bytes: ClassVar[int] = 16 << 10
+    """Bytes processed in one turn."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -99,13 +100,14 @@ class Endpoint(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Implements asyncio.Protocol."""
         self._heard = True
-        if len(data) <= _SLICE_BYTES and not self._unread and self._budget.take(self._cost_us(data)):
+        if len(data) <= self.slice_bytes and not self._unread and self._budget.take(self._cost_us(data)):
             self._receive(data)
             return
         if not self._unread and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
         is_waiting = bool(self._unread)
-        self._unread.extend(data[start : start + _SLICE_BYTES] for start in range(0, len(data), _SLICE_BYTES))
+        size = self.slice_bytes
+        self._unread.extend(data[start : start + size] for start in range(0, len(data), size))
         if not is_waiting:
             self._await_turn()
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 WINDOW_BYTES: Final = 256 << 10
 """Bytes a client may send on a call before they are read, unless the handler waits for the rest of a message."""
+_WIDE_WINDOW_BYTES: Final = 1 << 20
+"""The same of a call whose messages are processed as they arrive: a prompt of 128k tokens waits for no update."""
 MESSAGE_BYTES: Final = 64
 """Memory of a message besides its content."""
 MAX_RECEIVED_BYTES: Final = 256 << 20
@@ -80,6 +82,7 @@ class ReceivedCall:
         "_trailing",
         "_unallowed",
         "_waiter",
+        "_window_bytes",
         "connection",
         "headers",
         "is_over",
@@ -120,8 +123,9 @@ class ReceivedCall:
         self._metadata: tuple[tuple[str, str | bytes], ...] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
+        self._window_bytes = WINDOW_BYTES
         self._unallowed = 0
-        """Bytes received since the client was last allowed more."""
+        """Bytes of the window that the client was not allowed yet, since it sent others."""
         self._counted = 0
         """Its part of ``connection.received``: messages that are not read, and the one that has begun."""
         self._on_message: Callable[[bytes], None] | None = None
@@ -205,6 +209,8 @@ class ReceivedCall:
                 ``wake`` when there may be one again.
         """
         self._on_message, self._on_half_closed, self._next_message = on_message, on_half_closed, next_message
+        self._unallowed += _WIDE_WINDOW_BYTES - self._window_bytes
+        self._window_bytes = _WIDE_WINDOW_BYTES
         # Not the arguments: a message may make its receiver call ``stop``.
         while self._messages:
             message = self._messages.popleft()
@@ -314,7 +320,7 @@ class ReceivedCall:
         Raises:
             Http2Violation: it is more than the client may send.
         """
-        if self._half_closed or self._unallowed + length > WINDOW_BYTES:
+        if self._half_closed or self._unallowed + length > self._window_bytes:
             raise Http2Violation("received data after the end of a call, or more than its window")
         self._unallowed += length
         reader = self._reader
@@ -390,7 +396,7 @@ class ReceivedCall:
         self.connection.received.bytes += size
 
     def _allow(self) -> None:
-        if self._unallowed > WINDOW_BYTES // 2 and not (self._half_closed or self.is_over):
+        if self._unallowed > self._window_bytes // 2 and not (self._half_closed or self.is_over):
             self.connection.append(window_update(self.number, self._unallowed))
             self._unallowed = 0
 
