@@ -1,5 +1,6 @@
 //! Token ids as JSON arrays: read into, and written from, little-endian u32.
 
+use std::iter;
 use std::ops::Range;
 
 use crate::hash::TOKEN_BYTES;
@@ -19,23 +20,28 @@ pub struct NotAToken {
 
 /// Reads a JSON array of token ids. Stops after `limit` + 1 of them.
 pub fn read(text: &[u8], limit: usize) -> Result<Vec<u8>, NotAToken> {
-    let longest = limit.saturating_add(1).min(text.len() / 2 + 1);
-    let mut tokens = Vec::with_capacity(longest.saturating_mul(TOKEN_BYTES));
     let [b'[', elements @ ..] = skip_space(text) else { return Err(NotAToken { index: 0 }) };
-    let mut rest = elements;
-    if let [b']', end @ ..] = skip_space(rest) {
-        return if skip_space(end).is_empty() { Ok(tokens) } else { Err(NotAToken { index: 0 }) };
+    if let [b']', end @ ..] = skip_space(elements) {
+        return if skip_space(end).is_empty() { Ok(Vec::new()) } else { Err(NotAToken { index: 0 }) };
     }
-    for index in 0..longest {
-        let (token, after) = read_token(skip_space(rest)).ok_or(NotAToken { index })?;
-        tokens.extend_from_slice(&token.to_le_bytes());
+    let longest = limit.saturating_add(1).min(text.len() / 2 + 1);
+    let mut tokens = Vec::with_capacity(longest);
+    let mut rest = elements;
+    loop {
+        rest = read_short_tokens(rest, &mut tokens, longest);
+        let index = tokens.len();
+        if index == longest {
+            break;
+        }
+        let (token, after) = read_digits(skip_space(rest)).ok_or(NotAToken { index })?;
+        tokens.push(token.to_le_bytes());
         match skip_space(after) {
             [b',', next @ ..] => rest = next,
-            [b']', end @ ..] if skip_space(end).is_empty() => return Ok(tokens),
+            [b']', end @ ..] if skip_space(end).is_empty() => break,
             _ => return Err(NotAToken { index }),
         }
     }
-    Ok(tokens)
+    Ok(tokens.into_flattened())
 }
 
 /// Writes token ids, little-endian u32, as a JSON array.
@@ -131,23 +137,39 @@ pub(crate) fn skip_space(mut text: &[u8]) -> &[u8] {
     text
 }
 
-/// Reads a number of up to ten digits, without a branch for each digit as long as it has at most seven: the lengths of
-/// token ids cannot be predicted.
-fn read_token(text: &[u8]) -> Option<(u32, &[u8])> {
-    let Some(word) = text.first_chunk().map(|word| u64::from_le_bytes(*word)) else { return read_digits(text) };
+/// Reads tokens as long as `read_short` can, up to `longest` in all. Returns the rest of the text.
+#[inline(never)] // with the other cases in one loop, registers do not suffice
+fn read_short_tokens<'a>(mut text: &'a [u8], tokens: &mut Vec<[u8; TOKEN_BYTES]>, longest: usize) -> &'a [u8] {
+    let short = iter::from_fn(|| {
+        let (token, rest) = read_short(text)?;
+        text = rest;
+        Some(token.to_le_bytes())
+    });
+    tokens.extend(short.take(longest - tokens.len()));
+    text
+}
+
+/// Reads a token of one to seven digits and the comma behind it, without a branch for each digit: the lengths of token
+/// ids cannot be predicted. None if it begins with 0 or white space, or has few bytes behind it.
+#[inline]
+fn read_short(text: &[u8]) -> Option<(u32, &[u8])> {
+    let head: &[u8; 9] = text.first_chunk()?;
+    let word = u64::from_le_bytes(*head.first_chunk()?);
     let digits = word ^ 0x3030_3030_3030_3030;
     let others = (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
-    let length = others.trailing_zeros() / 8;
-    if length == 0 || length == 8 || (length > 1 && word & 0xff == u64::from(b'0')) {
-        return read_digits(text);
+    if others == 0 || !matches!(word as u8, b'1'..=b'9') {
+        return None;
     }
+    let length = others.trailing_zeros() as usize / 8;
+    if *head.get(length)? != b',' {
+        return None;
+    }
+    let gap = 1 + usize::from(*head.get(length + 1)? == b' ');
     // The digits move to the high end, so that zeros precede them. Then pairs, fours and all eight are joined.
-    let digits = digits << (64 - 8 * length);
-    let pairs = digits.wrapping_mul(10).wrapping_add(digits >> 8);
-    let low = (pairs & 0x0000_00ff_0000_00ff).wrapping_mul(0x000f_4240_0000_0064);
-    let high = ((pairs >> 16) & 0x0000_00ff_0000_00ff).wrapping_mul(0x0000_2710_0000_0001);
-    let value = (low.wrapping_add(high) >> 32) as u32;
-    Some((value, text.get(length as usize..)?))
+    let pairs = (digits << (64 - 8 * length)).wrapping_mul(10 << 8 | 1) >> 8;
+    let fours = (pairs & 0x00ff_00ff_00ff_00ff).wrapping_mul(100 << 16 | 1) >> 16;
+    let value = (fours & 0x0000_ffff_0000_ffff).wrapping_mul(10_000 << 32 | 1) >> 32;
+    Some((value as u32, text.get(length + gap..)?))
 }
 
 fn read_digits(text: &[u8]) -> Option<(u32, &[u8])> {
@@ -223,9 +245,9 @@ mod tests {
         let mut token = 1u64;
         while token <= 1 << 33 {
             for token in [token - 1, token, token + 1] {
-                let text = format!("[{token},{token}]");
+                let text = format!("[{token},{token}, {token}]");
                 let expected =
-                    u32::try_from(token).map_or(Err(NotAToken { index: 0 }), |token| Ok(packed(&[token; 2])));
+                    u32::try_from(token).map_or(Err(NotAToken { index: 0 }), |token| Ok(packed(&[token; 3])));
                 assert_eq!(read(text.as_bytes(), 10), expected, "{text}");
             }
             token *= if token.is_multiple_of(3) { 5 } else { 3 };
