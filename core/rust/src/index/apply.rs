@@ -146,6 +146,7 @@ impl Index {
     }
 
     fn apply_event(&mut self, slot: u32, event: &Event<'_>, summary: &mut Summary) -> Result<(), Odd> {
+        self.changes += 1;
         let tier = match event.tier {
             0 => 0,
             tier if tier as usize <= TIERS => tier as u32 - 1,

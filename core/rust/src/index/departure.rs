@@ -6,6 +6,7 @@ use crate::index::tree::ranks::{Name, Rank, Residency};
 impl Index {
     /// Drops all resident blocks of a rank, in one tier or in all. Returns the number of entries dropped.
     pub(crate) fn drop_resident(&mut self, slot: u32, tier: Option<u32>) -> u64 {
+        self.changes += 1;
         let Some(rank) = self.ranks.get_mut(slot) else { return 0 };
         let before = rank.entries;
         rank.tail = None;

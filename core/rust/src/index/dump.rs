@@ -1,6 +1,7 @@
 //! Computes the digest of a rank, dumps its state and loads it.
 
 use std::collections::HashMap;
+use std::sync::PoisonError;
 
 use crate::hash::{ByEngineHash, digest_term, sequence_hash};
 use crate::index::Index;
@@ -74,8 +75,24 @@ impl Index {
         }
     }
 
-    /// Returns the digest of the entries of a slot's rank.
+    /// Returns the digest of the entries of a slot's rank: again the last one if no rank has changed since.
     pub fn digest(&self, slot: u32) -> u64 {
+        let Some(rank) = self.ranks.get(slot) else { return 0 };
+        let mut last = rank.digest.lock().unwrap_or_else(PoisonError::into_inner);
+        match *last {
+            Some((changes, digest)) if changes == self.changes => digest,
+            _ => last.insert((self.changes, self.compute_digest(slot, rank))).1,
+        }
+    }
+
+    /// Returns whether `digest` need not compute the digest of a rank again.
+    pub fn knows_digest(&self, name: Name) -> bool {
+        let rank = self.ranks.slot_of(name).and_then(|slot| self.ranks.get(slot));
+        let last = rank.and_then(|rank| *rank.digest.lock().unwrap_or_else(PoisonError::into_inner));
+        last.is_some_and(|(changes, _)| changes == self.changes)
+    }
+
+    fn compute_digest(&self, slot: u32, rank: &Rank) -> u64 {
         let mut digest = 0u64;
         let mut add = |engine: u64, sequence: u64, copies: &[u32; TIERS]| {
             for (tier, copies) in (1u32..).zip(copies).filter(|(_, copies)| **copies > 0) {
@@ -83,7 +100,7 @@ impl Index {
             }
         };
         self.for_blocks(slot, |block| add(block.engine, block.sequence, &block.copies));
-        for (engine, block) in self.ranks.get(slot).into_iter().flat_map(|rank| rank.orphans.iter()) {
+        for (engine, block) in rank.orphans.iter() {
             add(engine, block.sequence, &block.copies);
         }
         digest

@@ -54,6 +54,8 @@ pub struct Index {
     pub(crate) slow_entries: u64,
     /// Number of those that are checkpoints.
     pub(crate) checkpoint_entries: u64,
+    /// Number of changes that may have added or removed entries of any rank.
+    pub(crate) changes: u64,
     /// Number of entries of orphan blocks.
     pub(crate) orphan_entries: u64,
     /// Heap memory of nodes, aliases and bitmaps, in bytes.
@@ -93,6 +95,7 @@ impl Index {
             entries: 0,
             slow_entries: 0,
             checkpoint_entries: 0,
+            changes: 0,
             orphan_entries: 0,
             heap: 0,
             loose: Vec::new(),

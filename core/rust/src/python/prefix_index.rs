@@ -59,7 +59,7 @@ mod work {
         if batch.clears() || index.cursor(name).is_some_and(|(incarnation, _)| incarnation < batch.incarnation) {
             work += departure(index, name);
         }
-        if index.checks_digest(batch) {
+        if index.checks_digest(batch) && !index.knows_digest(name) {
             work += digest(index, name);
         }
         work

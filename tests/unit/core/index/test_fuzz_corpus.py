@@ -65,8 +65,8 @@ def test_batches(path: Path) -> None:
             assert said(index.apply(message)) == said(oracle.apply(message)), message.hex()
             prompt = message[: len(message) // 8 * 8]
             assert index.find_matches(prompt) == oracle.find_matches(prompt)
-        for info in oracle.ranks():
-            assert index.digest(info[:2]) == oracle.digest(info[:2])
+            for info in oracle.ranks():
+                assert index.digest(info[:2]) == oracle.digest(info[:2])
 
 
 @pytest.mark.parametrize("path", DUMPS, ids=lambda path: path.name)

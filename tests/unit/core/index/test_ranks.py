@@ -42,6 +42,27 @@ class TestDigest:
         expected = digest_of((101, first, DEVICE, 1), (101, first, HOST, 2), (102, second, DEVICE, 1))
         assert index.digest(RANK) == expected
 
+    def test_follows_every_change(self, index_class: type) -> None:
+        index = index_class(max_blocks=2)
+        one, both = (digest_of((101, 1, DEVICE, copies)) for copies in (1, 2))
+        index.apply(batch(0, stored([101], [1])))
+        assert (index.digest(RANK), index.digest(RANK)) == (one, one)
+        index.apply(batch(1, stored([101], [1])))
+        assert index.digest(RANK) == both
+        dump = list(index.dump_rank(RANK))
+        index.apply(batch(2, removed(101)))
+        assert index.digest(RANK) == one
+        index.load_rank(dump)
+        assert index.digest(RANK) == both
+        index.apply(batch(0, incarnation=2))
+        assert index.digest(RANK) == 0
+        index.apply(batch(0, stored([101, 102], [1, 2]), incarnation=2))
+        assert index.digest(RANK) != 0
+        index.apply(batch(0, stored([201], [1]), rank=OTHER))
+        assert (index.digest(RANK), index.digest(OTHER)) == (0, digest_of((201, 1, DEVICE, 1))), "evicted"
+        index.reset_rank(OTHER, 2, 0)
+        assert index.digest(OTHER) == 0
+
     def test_heartbeats_are_compared(self, index_class: type) -> None:
         index = index_class()
         index.apply(batch(0, stored([101], [1])))

@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::Mutex;
 
 use crate::index::orphans::Orphans;
 use crate::index::tree::blocks::Slot;
@@ -88,6 +89,8 @@ pub struct Rank {
     pub removed: Option<BlockPosition>,
     /// Its orphan blocks.
     pub orphans: Orphans,
+    /// (changes, digest): its last digest, and the number of changes of the index until then.
+    pub digest: Mutex<Option<(u64, u64)>>,
 }
 
 impl Rank {
@@ -107,6 +110,7 @@ impl Rank {
             tail: None,
             removed: None,
             orphans: Orphans::default(),
+            digest: Mutex::default(),
         }
     }
 
