@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
+import msgspec
 from kvrouter.runtime.telemetry.counter import Count, LoopCounter
 from kvrouter.runtime.telemetry.histogram import LoopHistogram, Observations
 from kvrouter.runtime.telemetry.metrics import model_label
@@ -26,7 +26,7 @@ _RATIOS = (0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 4, 8)
 _BLOCKS_OFF = (-256, -64, -16, -4, -1, 0, 1, 4, 16, 64, 256)
 
 
-class ReachableTokens(NamedTuple):
+class ReachableTokens(msgspec.Struct, frozen=True):
     """Cached tokens of a prompt."""
 
     chosen: int
@@ -159,10 +159,12 @@ class SchedulerMetrics:
         counters = self._cached.get(model)
         if counters is None:
             label = model_label(model, self._cached)
-            counters = tuple(self.cached_tokens.of(label, rank) for rank in ReachableTokens._fields)
+            counters = tuple(self.cached_tokens.of(label, rank) for rank in ReachableTokens.__struct_fields__)
             self._cached[label] = counters
-        for counter, count in zip(counters, tokens, strict=True):
-            counter.value += count
+        chosen, eligible, any_rank = counters
+        chosen.value += tokens.chosen
+        eligible.value += tokens.eligible
+        any_rank.value += tokens.any
         if lower is not None:
             label = model_label(model, self._cached)
             for field, blocks in lower.ListFields():

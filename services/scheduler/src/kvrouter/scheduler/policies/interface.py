@@ -239,7 +239,8 @@ def any_of(mask: Mask) -> bool:
 
 def largest(column: NDArray[Any]) -> int:
     """Returns the largest value of a column, 0 of an empty one. numpy's ``max`` takes three times as long."""
-    return int(column[column.argmax()]) if len(column) else 0
+    value: int = column.item(column.argmax()) if len(column) else 0
+    return value
 
 
 def draw_lowest(values: NDArray[Any], rng: Random) -> int:

@@ -270,7 +270,7 @@ def decide(
             calibration_error=calibration_error,
         )
         verdict = POLICIES[request.options.mode].decide(context, rng)
-        place = int(places[verdict.index])
+        place = places.item(verdict.index)
         is_remote = candidates.prefill is not None and bool(candidates.prefill.is_remote[place])
         if not is_remote:
             tokens = verdict.prefill_tokens

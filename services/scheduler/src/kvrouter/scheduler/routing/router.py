@@ -154,7 +154,8 @@ class Router:
         """
         key, rank = context.booking.key, decision.rank
         response = selection_response(decision, overlaps)
-        response.sharding_advised = self.is_behind()
+        if self.is_behind():
+            response.sharding_advised = True
         if context.ignored_overrides:
             response.ignored_overrides.extend(context.ignored_overrides)
         if key is not None and not self._book(context, key, rank, decision, response):
@@ -199,8 +200,7 @@ class Router:
         if queried_indexer:
             block_size = pool.booked_load.block_size
             reachable = decision.snapshot.reachable_tokens(decision.place, block_size)
-            lower = response.lower_blocks if response.HasField("lower_blocks") else None
-            self.metrics.count_cached(pool.model, reachable, lower, block_size)
+            self.metrics.count_cached(pool.model, reachable, decision.snapshot.lower_of(decision.place), block_size)
         return True
 
     def earlier_outcome(self, context: RequestContext, key: Key) -> SelectWorkerResponse | None:
@@ -240,16 +240,18 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
     response = SelectWorkerResponse.FromString(
         _template(candidate.rank, candidate.endpoint, candidate.role, decision.component, decision.mode)
     )
-    response.overlap_blocks = int(snapshot.overlap_blocks[place])
+    response.overlap_blocks = overlap_blocks = snapshot.overlap_blocks.item(place)
     response.prompt_blocks = decision.prompt_blocks
     response.decision_id = decision.decision_id
-    response.load_only = decision.load_only
-    response.queued_us = int(decision.queued_seconds * 1e6)
+    if decision.load_only:
+        response.load_only = True
+    if decision.queued_seconds:
+        response.queued_us = int(decision.queued_seconds * 1e6)
     if snapshot.prefill is not None and (prefill := decision.prefill) is not None:
         response.prefill.CopyFrom(prefill)
-    if (lower := snapshot.lower_of(place)) is not None:
+    if snapshot.lower_blocks is not None and (lower := snapshot.lower_of(place)) is not None:
         response.lower_blocks.CopyFrom(lower)
-    if (source := snapshot.kv_source(place)) is not None:
+    if overlap_blocks < snapshot.most_overlap_blocks and (source := snapshot.kv_source(place)) is not None:
         response.kv_source.CopyFrom(source)
     overlaps.write_cursor(candidate.rank, response)
     return response

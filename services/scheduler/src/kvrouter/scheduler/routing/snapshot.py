@@ -95,19 +95,22 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
 
         These are the avoided ones, and in a retry the excluded ones, which failed.
         """
-        failed = self.constraints.avoided.keys() | (self.constraints.excluded if is_retry else frozenset())
-        return largest(self._overlap_outside(failed)) if failed else self.most_overlap_blocks
+        avoided, excluded = self.constraints.avoided, self.constraints.excluded if is_retry else ()
+        if not avoided and not excluded:
+            return self.most_overlap_blocks
+        return largest(self._overlap_outside({*avoided, *excluded}))
 
     def kv_source(self, chosen: int) -> KvSource | None:
         """Returns the rank with the longest part of the prompt; None if none has more than the candidate at an index.
 
         Avoided and excluded workers, which may be dead, are left out.
         """
-        if self.overlap_blocks[chosen] >= self.most_overlap_blocks:
+        overlap = self.overlap_blocks.item(chosen)
+        if overlap >= self.most_overlap_blocks:
             return None
         held = self._overlap_outside(self.constraints.avoided.keys() | self.constraints.excluded)
         place = int(held.argmax())
-        if held[place] <= self.overlap_blocks[chosen]:
+        if held[place] <= overlap:
             return None
         lower = () if self.lower_blocks is None else self.lower_blocks[:, place].tolist()
         tier = max((tier for tier, blocks in zip(LOWER_TIERS, lower, strict=False) if blocks), default=_DEVICE)
@@ -117,7 +120,7 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
         """Returns the cached tokens of the prompt on a candidate, on the best eligible one, and on the best of all."""
         blocks, most = self.overlap_blocks, self.most_overlap_blocks
         eligible = most if len(self.free) == len(blocks) else largest(blocks[self.free])
-        return ReachableTokens(int(blocks[place]) * block_size, eligible * block_size, most * block_size)
+        return ReachableTokens(blocks.item(place) * block_size, eligible * block_size, most * block_size)
 
     def conversation_terms(self, rank: Rank) -> dict[str, float]:
         """Returns the blocks of the conversation that count as overlap on a rank, by name of the term."""
@@ -275,9 +278,9 @@ def _with_conversation(
 def _is_kept(candidates: CandidateSnapshot, request: RequestContext, now: float) -> Mask:
     """Returns where the request would take room kept for other tenants."""
     pool, headroom, tenant = request.pool, request.pool.headroom, request.tenant.name
-    ranks, loads, size = candidates.worker_set, candidates.loads, pool.booked_load.block_size
     if not request.options.queues or not headroom.uses_more(tenant, now):
-        return ranks.nowhere
+        return candidates.worker_set.nowhere
+    ranks, loads, size = candidates.worker_set, candidates.loads, pool.booked_load.block_size
     total = ranks.block_limits
     slots = np.where(ranks.accepting, candidates.free_slots - pool.ahead(), 0.0)
     if not np.isfinite(np.minimum(slots, total)[ranks.accepting]).all():
