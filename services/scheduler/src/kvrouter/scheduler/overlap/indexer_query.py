@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from kvrouter.core import Rank
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing import client_call
-from kvrouter.scheduler.policies.interface import Column
+from kvrouter.scheduler.policies.interface import Column, largest
 from kvrouter.scheduler.request.prompt import HASH_BYTES, Prompt
 from kvrouter.scheduler.workers.candidates import ListedRanks, WorkerSet
 from kvrouter.v1.errors import DeadlineExceeded, Internal, KvRouterError
@@ -45,8 +45,10 @@ def decode_varints(encoded: bytes) -> Column:
     Raises:
         ValueError: the last number is incomplete, or a number has more than nine bytes.
     """
+    if encoded.isascii() and len(encoded) < _FEW_BYTES:  # no number has a second byte
+        return np.fromiter(encoded, np.int64, len(encoded))
     data = np.frombuffer(encoded, np.uint8)
-    if encoded.isascii():  # no number has a second byte
+    if encoded.isascii():
         return data.astype(np.int64)
     return _one_by_one(encoded) if len(encoded) < _FEW_BYTES else _all_at_once(data)
 
@@ -187,7 +189,7 @@ class Overlaps(msgspec.Struct, frozen=True):
         source = self.listed.place_of.get(rank)
         if source is not None and source < len(self.next_event_ids):
             cursor = response.cursor
-            cursor.incarnation = int(self.listed.incarnations[source])
+            cursor.incarnation = self.listed.incarnations.item(source)
             cursor.next_event_id = self.next_event_ids[source]
 
 
@@ -258,7 +260,8 @@ def read_answer(answer: bytes, most_blocks: int) -> Overlaps:
             f"expected columns of one length, received {ranks} ranks, {len(blocks)} overlaps and "
             f"{len(event_ids)} event ids"
         )
-    np.minimum(blocks, most_blocks, out=blocks)
+    if largest(blocks) > most_blocks:
+        np.minimum(blocks, most_blocks, out=blocks)
     if lower is not None:
         np.minimum(lower, most_blocks, out=lower)
     pooled = response.pooled_blocks
