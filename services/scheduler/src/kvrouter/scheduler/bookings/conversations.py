@@ -63,7 +63,8 @@ class _Mean:
         self.count, self.value = 0, 0.0
 
     def add(self, value: int) -> None:
-        self.count = min(self.count + 1, WINDOW)
+        if self.count < WINDOW:
+            self.count += 1
         self.value += (value - self.value) / self.count
 
 
@@ -124,7 +125,7 @@ class Conversations:
 
     def expected_output_tokens(self, pool: Pool, conversation: bytes, tenant: str) -> float:
         """Returns the expected length of an output; 0 if it is unknown."""
-        known = self._conversations.get((pool.name, conversation))
+        known = self._conversations.get((pool.name, conversation)) if conversation else None
         of_tenant, of_model = self._tenants.get((pool.name, tenant)), self._models.get(pool.model)
         for mean in (None if known is None else known.output, of_tenant, of_model):
             if mean is not None and mean.count >= LEAST:

@@ -37,27 +37,24 @@ class BookingStatistics:
         if cached_tokens is None:
             return
         lower_tokens = None if lower is None else tier_tokens(lower)
-        block_size, prompt_tokens = booking.pool.booked_load.block_size, booking.prompt.tokens
+        pool, outcome = booking.pool, booking.outcome
+        block_size, prompt_tokens = pool.booked_load.block_size, booking.prompt.tokens
         # The block of the last token is computed even if it is cached: the model needs its output.
         reachable = (prompt_tokens - 1) // block_size
-        predicted = min(booking.outcome.overlap_blocks, reachable)
+        predicted, found = min(outcome.overlap_blocks, reachable), min(cached_tokens, prompt_tokens)
         if booking.audited:
-            self._metrics.audit(booking.pool.model, predicted, cached_tokens // block_size)
-            difference = booking.pool.prediction_check.add(
-                prompt_tokens=prompt_tokens,
-                predicted_tokens=predicted * block_size,
-                reported_tokens=min(cached_tokens, prompt_tokens),
+            self._metrics.audit(pool.model, predicted, cached_tokens // block_size)
+            difference = pool.prediction_check.add(
+                prompt_tokens=prompt_tokens, predicted_tokens=predicted * block_size, reported_tokens=found
             )
             if difference is not None:
                 _warn_of(difference, booking)
-        outcome = booking.outcome
         predicted_lower = None
         if outcome.HasField("lower_blocks"):
             predicted_lower = tier_tokens(outcome.lower_blocks, block_size)
         if booking.audited and (predicted_lower is not None or lower_tokens is not None):
-            self._metrics.audit_tiers(booking.pool.model, predicted_lower, lower_tokens)
-        found = min(cached_tokens, prompt_tokens)
-        booking.pool.cache_hits.add(
+            self._metrics.audit_tiers(pool.model, predicted_lower, lower_tokens)
+        pool.cache_hits.add(
             booking.placement.rank,
             prompt_tokens=prompt_tokens,
             cached_tokens=found,

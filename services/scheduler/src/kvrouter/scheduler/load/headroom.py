@@ -78,7 +78,8 @@ class _Recent:
 
     def follow(self, now: float) -> None:
         """Brings mean and peaks up to date, before the number of requests changes."""
-        self.mean += (self.requests - self.mean) * -math.expm1(min(0.0, self.changed - now) / MEAN_S)
+        if now > self.changed:
+            self.mean += (self.requests - self.mean) * -math.expm1((self.changed - now) / MEAN_S)
         self.changed = now
         if (passed := now - self.window_from) >= RECENT_S / 2:
             self.peaks = self.peaks[1] if passed < RECENT_S else self.requests, self.requests
@@ -123,7 +124,8 @@ class Headroom:
         recent.requests += 1
         recent.tokens += tokens
         recent.prompt_tokens += (prompt_tokens - recent.prompt_tokens) / PROMPTS
-        recent.peaks = recent.peaks[0], max(recent.peaks[1], recent.requests)
+        if recent.requests > recent.peaks[1]:
+            recent.peaks = recent.peaks[0], recent.requests
         self._recent.move_to_end(tenant.name)
 
     def ended(self, key: Key, now: float) -> None:

@@ -62,6 +62,11 @@ REFRESH_S = 0.1
 """Seconds for which the column is reused, because it is read in every decision."""
 
 
+def limited(ratio: float, widest: float) -> float:
+    """Returns a ratio above 0, but at most ``widest`` in either direction."""
+    return ratio if 1 / widest <= ratio <= widest else widest if ratio > 1 else 1 / widest
+
+
 @dataclass(slots=True, eq=False)
 class RankMean:
     """First tokens of one incarnation of a rank."""
@@ -114,7 +119,7 @@ class RelativeLatency:
     def observe(self, rank_mean: RankMean, ratio: float, now: float) -> None:
         """Adds a first token: its measured time over the forecast for a rank of the component's speed."""
         weight = rank_mean.weight_at(now)
-        off = math.log(min(max(ratio, 1 / WIDEST), WIDEST)) - rank_mean.mean
+        off = math.log(limited(ratio, WIDEST)) - rank_mean.mean
         if weight >= 1.0:
             # From a mean of n, a value lies further off than from the true one: by (n + 1) / n in its square.
             self._variance += SPREAD_STEP * (off**2 * weight / (weight + 1.0) - self._variance)
@@ -124,7 +129,7 @@ class RelativeLatency:
     def of(self, rank: Rank, now: float) -> RankSpeed:
         """Returns what is known of a rank; nothing if it is not registered."""
         place = self._places.get(rank)
-        return _UNKNOWN if place is None else RankSpeed(float(self.column(now)[place]), self._means[rank])
+        return _UNKNOWN if place is None else RankSpeed(self.column(now).item(place), self._means[rank])
 
     def column(self, now: float) -> NDArray[np.float64]:
         """Returns the relative latencies of the registered ranks, at most REFRESH_S old."""
@@ -176,4 +181,4 @@ class LatencyCalibration:
         ratio = measured_ms / forecast_ms
         if speed.mean is not None:
             self.relative.observe(speed.mean, ratio, now)
-        self.value *= min(max(ratio / speed.latency, 1 / WIDEST), WIDEST) ** STEP
+        self.value *= limited(ratio / speed.latency, WIDEST) ** STEP

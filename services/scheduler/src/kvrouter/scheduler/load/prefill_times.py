@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 
+from kvrouter.scheduler.load.latency import limited
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors, modelled_ms
 
 LEAST_TOKENS = 256
@@ -50,9 +51,8 @@ class Factor:
             return
         self.count += 1
         mean, weight = self._faded(now - measured_ms / 1e3)
-        ratio = min(max(measured_ms / modelled, 1 / _WIDEST), _WIDEST)
         self._weight = min(weight + 1, WINDOW)
-        self._mean = mean + (math.log(ratio) - mean) / self._weight
+        self._mean = mean + (math.log(limited(measured_ms / modelled, _WIDEST)) - mean) / self._weight
         self._last = now
 
     def _faded(self, now: float) -> tuple[float, float]:

@@ -220,10 +220,10 @@ class RequestQueue(Generic[T]):
     def dispatched(self, request: T, tenant: Tenant, tokens: int, conversation: bytes = b"") -> None:
         """Records a dispatch, which uses ``tokens`` of KV cache or as much as its slot counts."""
         if request not in self._running:
-            key = tenant.name, conversation
-            self._running[request] = key, max(1, tokens)
-            self._order.use(tenant.name, max(1, tokens))
-            self._use(key, max(1, tokens))
+            key, tokens = (tenant.name, conversation), max(1, tokens)
+            self._running[request] = key, tokens
+            self._order.use(tenant.name, tokens)
+            self._use(key, tokens)
 
     def started(self, request: T) -> None:
         """Records the first token of a released request."""
