@@ -93,7 +93,8 @@ class RequestReader:
         thresholds = self.thresholds.of(pool.model)
         if thresholds is not in_force.thresholds:
             in_force = replace(in_force, thresholds=thresholds)
-        options = overridden(in_force, request.overrides) if request.HasField("overrides") else in_force
+        has_overrides = request.HasField("overrides")
+        options = overridden(in_force, request.overrides) if has_overrides else in_force
         prompt = read_prompt(
             request,
             block_size=pool.booked_load.block_size,
@@ -122,7 +123,7 @@ class RequestReader:
             booking,
             conversation_of(request) if request.conversation_id else b"",
             request.priority,
-            ignored_overrides(request.overrides, options.mode) if request.HasField("overrides") else (),
+            ignored_overrides(request.overrides, options.mode) if has_overrides else (),
             may_prefill_locally,
             self.pools.prefill_pools_of(pool) if may_prefill_locally else (),
             tenant,

@@ -91,7 +91,8 @@ class Sessions:
             first, applied = request.first_number, session.acknowledged
             _check_number("first_number", first)
             if first <= applied + 1:
-                for number, update in enumerate(updates, first):
+                # A copy, since the container's own iterator ends with an error, whose text takes longer than the copy.
+                for number, update in enumerate(updates[:], first):
                     if number > applied:
                         session.acknowledged = number
                         self._apply(number, update, session_id, response)

@@ -141,7 +141,9 @@ class Pools:
 
     def get(self, name: ComponentName) -> Pool | None:
         """Returns a component by name; None if it is not registered."""
-        view = self._directory.components.get(name)
+        view, pool = self._directory.components.get(name), self._pools.get(name)
+        if pool is not None and view is pool.view:
+            return pool
         return self._current(view) if view is not None and view.descriptor.block_size else None
 
     def named(self, namespace: str, name: str) -> Pool:
@@ -168,7 +170,8 @@ class Pools:
             UnknownModel: no component serves the model in the stage.
         """
         if request.HasField("component"):
-            return self.named(request.component.namespace, request.component.name)
+            component = request.component
+            return self.named(component.namespace, component.name)
         serving = [
             view
             for view in self._views()

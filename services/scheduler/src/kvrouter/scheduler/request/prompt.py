@@ -75,13 +75,16 @@ def read_prompt(
     if request.HasField("block_size") and request.block_size != block_size:
         raise BlockSizeMismatch(request.block_size, block_size)
     kind = request.WhichOneof("prompt")
+    local = b""
     if kind == "local_hashes":
-        tokens, hashes = request.prompt_tokens, len(request.local_hashes.hashes)
+        tokens, local = request.prompt_tokens, pack_local_hashes(request.local_hashes)
+        hashes = len(local) // HASH_BYTES
         if not tokens or tokens // block_size != hashes:
             raise _miscounted(tokens, hashes, block_size)
     else:
         tokens = _count_ids(request)
-    if request.length_is_estimated:
+    is_estimated = request.length_is_estimated
+    if is_estimated:
         tokens = min(tokens, longest_prompt(max_model_len, max_prompt_tokens), largest_cache * block_size or tokens)
         tokens = max(1, tokens)
     else:
@@ -93,12 +96,10 @@ def read_prompt(
             local = local_hashes(array("I", request.token_ids.ids), block_size, scope, multimodal)
         except ValueError as error:
             raise BadRequest(f"the prompt cannot be hashed: {error}", field="token_ids") from None
-    else:
-        local = pack_local_hashes(request.local_hashes)
     local = local[: tokens // block_size * HASH_BYTES]
     indexed_blocks = request.indexed_blocks if request.HasField("indexed_blocks") else None
     sequences = _sequences(request) if request.HasField("sequences") else 1
-    return Prompt(tokens, local, sequence_hashes(local), request.length_is_estimated, sequences, indexed_blocks)
+    return Prompt(tokens, local, sequence_hashes(local), is_estimated, sequences, indexed_blocks)
 
 
 def _sequences(request: RoutingRequest) -> int:
