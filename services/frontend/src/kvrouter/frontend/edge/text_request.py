@@ -6,8 +6,9 @@ Prompts of a list are parsed one by one, so a list of millions ends at the first
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 
 import msgspec
 from google.protobuf.message import Message
@@ -19,8 +20,11 @@ from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.tool_calls import ToolUse
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from msgspec.structs import astuple
 
 _SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
+_sampling_of = attrgetter(*_SAMPLING)
+_UNSET = (None,) * len(_SAMPLING)
 
 
 class TextPrompt:
@@ -100,22 +104,26 @@ class TextRequest(msgspec.Struct, eq=False):
         """Returns the request for one sequence as the Frontend's gRPC contract defines it, without the prompt."""
         fields = self.fields
         # Fields are set in place: a message that is passed to the constructor of another is encoded and decoded.
-        request = FrontendServiceGenerateRequest(request_id=fields.request_id or "", model=fields.model)
-        stop, sampling = request.stop_conditions, request.sampling_options
+        request = FrontendServiceGenerateRequest()
+        request.request_id, request.model = fields.request_id or "", fields.model
+        stop = request.stop_conditions
         stop.max_tokens = max_tokens
-        stop.min_tokens = fields.min_tokens or 0
-        stop.ignore_eos = bool(fields.ignore_eos)
+        if fields.min_tokens:
+            stop.min_tokens = fields.min_tokens
+        if fields.ignore_eos:
+            stop.ignore_eos = True
         if fields.stop_token_ids:
             stop.stop_token_ids.extend(fields.stop_token_ids)
-        _set(sampling, fields, _SAMPLING)
+        if (sampling := _sampling_of(fields)) != _UNSET:
+            _set(request.sampling_options, _SAMPLING, sampling)
         if fields.top_k is not None:
-            sampling.top_k = max(0, fields.top_k)  # vLLM's value for all tokens is -1.
+            request.sampling_options.top_k = max(0, fields.top_k)  # vLLM's value for all tokens is -1.
         if self.logprobs:
-            sampling.logprobs = 1 + self.top_logprobs
+            request.sampling_options.logprobs = 1 + self.top_logprobs
         if self.constraint is not None:
-            sampling.structured_output.CopyFrom(self.constraint[1])
+            request.sampling_options.structured_output.CopyFrom(self.constraint[1])
         if fields.router_config_override is not None:
-            _set(request.overrides, fields.router_config_override, RouterConfigOverride.__struct_fields__)
+            _set(request.overrides, RouterConfigOverride.__struct_fields__, astuple(fields.router_config_override))
         if fields.worker_id is not None:
             request.constraints.worker_id = fields.worker_id
         if fields.dp_rank is not None:
@@ -124,17 +132,18 @@ class TextRequest(msgspec.Struct, eq=False):
             request.scope.cache_salt = fields.cache_salt
         if fields.migration_limit is not None:
             request.migration_limit = fields.migration_limit
-        request.priority = fields.priority or 0
-        request.conversation_id = fields.conversation_id or ""
+        if fields.priority:
+            request.priority = fields.priority
+        if fields.conversation_id:
+            request.conversation_id = fields.conversation_id
         if fields.expected_output_tokens is not None:
             request.expected_output_tokens = fields.expected_output_tokens
         return request
 
 
-def _set(message: Message, fields: msgspec.Struct, names: Iterable[str]) -> None:
+def _set(message: Message, names: Sequence[str], values: Sequence[object]) -> None:
     """Sets the fields of a message that are given."""
-    for name in names:
-        value = getattr(fields, name)
+    for name, value in zip(names, values, strict=True):
         if value is not None:
             setattr(message, name, value)
 

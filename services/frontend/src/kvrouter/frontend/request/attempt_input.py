@@ -162,18 +162,12 @@ class AttemptInput:
             transfer_params: Where the worker fetches the prompt's KV cache; None if it computes the prompt.
             kv_source: Another rank that holds more of the prompt; None if none does.
         """
-        request = self._request
-        companions = trace_context.companions()
-        for_worker = WorkerServiceGenerateRequest(
-            request_id=booking.key.request_id,
-            dp_rank=booking.rank.dp_rank,
-            stage=_WHOLE,
-            attempt=booking.key.attempt,
-            priority=request.priority,
-            conversation_id=request.conversation_id,
-            tracestate=companions.tracestate,
-            baggage=companions.baggage,
-        )
+        request, key = self._request, booking.key
+        for_worker = WorkerServiceGenerateRequest()
+        for_worker.request_id, for_worker.attempt, for_worker.stage = key.request_id, key.attempt, _WHOLE
+        for_worker.dp_rank, for_worker.priority = booking.rank.dp_rank, request.priority
+        for_worker.conversation_id = request.conversation_id
+        for_worker.tracestate, for_worker.baggage = trace_context.companions()
         for_worker.stop_conditions.CopyFrom(self._stop)
         if request.HasField("sampling_options"):
             for_worker.sampling_options.CopyFrom(request.sampling_options)

@@ -74,20 +74,21 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
             field="model",
             advice="Send the request to the Frontend's HTTP API.",
         )
-    longest, max_tokens = view.descriptor.max_model_len, request.stop_conditions.max_tokens
+    longest, stop = view.descriptor.max_model_len, request.stop_conditions
+    max_tokens = stop.max_tokens
     check_prompt_length(tokens, longest, limits.max_prompt_tokens)
-    _check_stop(request.stop_conditions, limits)
+    _check_stop(stop, max_tokens, limits)
     if longest and tokens + max_tokens > longest:
         raise PromptTooLong.for_model(tokens, longest, field="stop_conditions.max_tokens", output_tokens=max_tokens)
-    has_sampling = request.HasField("sampling_options")
-    if has_sampling:
-        _check_sampling(request.sampling_options)
+    sampling = request.sampling_options if request.HasField("sampling_options") else None
+    if sampling is not None:
+        _check_sampling(sampling)
     if request.migration_limit > MAX_MIGRATIONS:
         advice = f"Set migration_limit to at most {MAX_MIGRATIONS}."
         raise _out_of_range("migration_limit", request.migration_limit, advice)
     if request.HasField("overrides"):
         check_overrides(request.overrides)
-    if has_sampling and request.sampling_options.HasField("structured_output"):
+    if sampling is not None and sampling.HasField("structured_output"):
         structured_workers(view)
 
 
@@ -144,13 +145,13 @@ def check_overrides(overrides: RoutingOverrides) -> None:
         raise _out_of_range("overrides.active_decode_blocks_threshold", threshold, "Send a share between 0 and 1.")
 
 
-def _check_stop(stop: StopConditions, limits: Limits) -> None:
-    if not 1 <= stop.max_tokens <= limits.max_output_tokens:
+def _check_stop(stop: StopConditions, max_tokens: int, limits: Limits) -> None:
+    if not 1 <= max_tokens <= limits.max_output_tokens:
         advice = f"Set max_tokens to a value from 1 to {limits.max_output_tokens}."
-        raise _out_of_range("stop_conditions.max_tokens", stop.max_tokens, advice)
-    if stop.min_tokens > stop.max_tokens:
+        raise _out_of_range("stop_conditions.max_tokens", max_tokens, advice)
+    if stop.min_tokens > max_tokens:
         raise BadRequest(
-            f"min_tokens {stop.min_tokens} exceeds max_tokens {stop.max_tokens}",
+            f"min_tokens {stop.min_tokens} exceeds max_tokens {max_tokens}",
             field="stop_conditions.min_tokens",
             advice="Set min_tokens to at most max_tokens.",
         )

@@ -215,11 +215,14 @@ class RequestRunner:
         limit = self.settings.migration_limit
         if request.HasField("migration_limit"):
             limit = min(limit, request.migration_limit)
+        blocker = "" if through is None else _FORWARDED
+        if through is None and request.HasField("sampling_options"):
+            blocker = migration_blocker(request.sampling_options)
         return AttemptBudget(
             max_attempts=self.settings.max_attempts,
             migration_limit=limit,
-            pinned=request.constraints.HasField("worker_id"),
-            migration_blocker=migration_blocker(request.sampling_options) if through is None else _FORWARDED,
+            pinned=request.HasField("constraints") and request.constraints.HasField("worker_id"),
+            migration_blocker=blocker,
         )
 
     def _pools_of(
