@@ -137,15 +137,12 @@ class EventStream(web.StreamResponse):
         """Whether the head of the response is written."""
         self._added: dict[str, str] = {}
         self.add_headers(headers)
-        named = CIMultiDict(headers)
-        has_length = "Content-Length" in named
-        self.is_events = named.get("Content-Type", "").startswith(STREAM_TYPE) and not has_length
-        """Whether it is a stream of events without a fixed length."""
+        self._has_length = has_length = "content-length" in map(str.lower, headers)
         self._request = request
         self._protocol = request.protocol
         self._transport = self._protocol.transport
         self._is_new = request.version >= HttpVersion11
-        self._status_line = f"HTTP/1.{int(self._is_new)} {status} {reason}"
+        self._status_line = f"{'HTTP/1.1' if self._is_new else 'HTTP/1.0'} {status} {reason}"
         self._chunked = self._is_new and not has_length
         self._after = _AFTER_DATA + b"\r\n" if self._chunked else _AFTER_DATA
         """The bytes after the data of an event."""
@@ -162,6 +159,11 @@ class EventStream(web.StreamResponse):
         if "\r" in values or "\n" in values:
             raise ValueError("expected headers without line breaks")
         self._added.update(headers)
+
+    @property
+    def is_events(self) -> bool:
+        """Whether it is a stream of events without a fixed length."""
+        return not self._has_length and CIMultiDict(self._added).get("Content-Type", "").startswith(STREAM_TYPE)
 
     @property
     def prepared(self) -> bool:

@@ -220,7 +220,8 @@ class ResponseFrame:
             prompt_tokens += count.prompt_tokens
             if count.cached_tokens is not None:
                 details["cached_tokens"] += count.cached_tokens
-                for tier, loaded in by_tier(count.lower_cached_tokens or LowerTiers()).items():
+                lower = count.lower_cached_tokens
+                for tier, loaded in by_tier(lower).items() if lower is not None else ():
                     if loaded:
                         details[f"{tier}_cached_tokens"] += loaded
         return {

@@ -320,23 +320,25 @@ def check_defaults(fields: msgspec.Struct) -> None:
     Raises:
         BadRequest: one has another value.
     """
-    defaults, values_of = _defaults(type(fields))
+    names, defaults, values_of = _defaults(type(fields))
     values = values_of(fields)
-    if values == tuple(defaults.values()):
+    if values == defaults:
         return
-    for (name, default), value in zip(defaults.items(), values, strict=True):
+    for name, default, value in zip(names, defaults, values, strict=True):
         if value is not None and value != default and value not in _EMPTY:
             raise unsupported(name)
 
 
 @cache
-def _defaults(kind: type[msgspec.Struct]) -> tuple[dict[str, object], Callable[[msgspec.Struct], tuple[object, ...]]]:
-    """Returns the fields that are accepted at their default only with their defaults, and what reads all of them."""
-    defaults = {field.name: field.default for field in msgspec.structs.fields(kind) if field.type == OnlyDefault}
-    if len(defaults) == 1:
-        (only,) = defaults
-        return defaults, lambda fields: (getattr(fields, only),)
-    return defaults, attrgetter(*defaults)
+def _defaults(
+    kind: type[msgspec.Struct],
+) -> tuple[tuple[str, ...], tuple[object, ...], Callable[[msgspec.Struct], tuple[object, ...]]]:
+    """Returns the fields that are accepted at their default only, their defaults, and what reads all of them."""
+    found = [(field.name, field.default) for field in msgspec.structs.fields(kind) if field.type == OnlyDefault]
+    names, defaults = zip(*found, strict=True)
+    if len(names) == 1:
+        return names, defaults, lambda fields: (getattr(fields, names[0]),)
+    return names, defaults, attrgetter(*names)
 
 
 def unsupported(name: str) -> BadRequest:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 from kvrouter.runtime.bounds import bounds_of
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -36,8 +37,7 @@ large engines cache. A block returning after so many others gets a new id; no ca
 _TAIL_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
+class Outline(msgspec.Struct, frozen=True):
     """A request as it is recorded."""
 
     arrived_unix_ns: int

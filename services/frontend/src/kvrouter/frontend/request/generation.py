@@ -42,7 +42,7 @@ from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.tracing import is_recording, span
-from kvrouter.v1.common_pb2 import BookingKey, Stage
+from kvrouter.v1.common_pb2 import BookingKey, KvSource, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
@@ -328,7 +328,7 @@ class Generation:
             if not continues:
                 self._metrics.added_seconds.observe((routing.router_us - routing.prefill_us) / 1e6)
             receiver.routed(routing)
-            running = self._run_on_worker(booking, selection, progress, deadline)
+            running = self._run_on_worker(booking, routing.kv_source, progress, deadline)
             if self._is_traced:
                 return await traced_attempt(running, booking, self._endpoint, progress)
             return await running
@@ -414,12 +414,11 @@ class Generation:
         return error.after(failure.message)
 
     async def _run_on_worker(
-        self, booking: LiveBooking, selection: SelectWorkerResponse, progress: Progress, deadline: Deadline
+        self, booking: LiveBooking, kv_source: KvSource | None, progress: Progress, deadline: Deadline
     ) -> WorkerFailure | None:
         worker_id = booking.rank.worker_id
         prefill = self._prefill
         params = None if prefill is None else prefill.params
-        kv_source = selection.kv_source if selection.HasField("kv_source") else None
         was_sent, self.sent = self.sent, True
         dispatch = Dispatch(
             worker_id,

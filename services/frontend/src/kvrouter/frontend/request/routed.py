@@ -20,21 +20,21 @@ class Routed(Struct, kw_only=True, eq=False):
     prompt_blocks: int = 0
     decision_id: int = 0
     load_only: bool = False
-    router_us: int = 0
-    mode: str = ""
-    prefill_rank: Rank | None = None
-    queued_us: int = 0
-    ignored_overrides: Sequence[str] = ()
-    prefill_reason: str = ""
-    migrations: int = 0
-    earlier_ranks: Sequence[Rank] = ()
-    inexact_continuation: bool = False
-    prefill_us: int = 0
-    component: Component | None = None
     routed_on: RoutedOn = RoutedOn.ROUTED_ON_UNSPECIFIED
+    router_us: int = 0
+    queued_us: int = 0
+    mode: str = ""
     model_choice: str = ""
+    component: Component | None = None
     predicted_lower_blocks: LowerTiers | None = None
     kv_source: KvSource | None = None
+    ignored_overrides: Sequence[str] = ()
+    earlier_ranks: Sequence[Rank] = ()
+    migrations: int = 0
+    inexact_continuation: bool = False
+    prefill_reason: str = ""
+    prefill_us: int = 0
+    prefill_rank: Rank | None = None
 
     def to_message(self) -> RoutingInfo:
         """Returns the message."""
