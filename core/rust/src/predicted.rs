@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use crate::hash::{Secret, sequence_hash};
+use crate::hash::Secret;
 use crate::index::tree::ranks::Name;
 use crate::storage::slot_set::SlotSet;
 use crate::storage::table::Table;
@@ -100,14 +100,13 @@ impl Predicted {
     }
 
     /// Records that a request with these blocks was sent to the rank.
-    pub fn record(&mut self, rank: Name, locals: &[u64], now: f64) -> Result<(), NoMemory> {
+    pub fn record(&mut self, rank: Name, hashes: &[u64], now: f64) -> Result<(), NoMemory> {
         self.expire(now);
-        if locals.is_empty() {
+        if hashes.is_empty() {
             return Ok(());
         }
         // More than `max_blocks` blocks precede deeper ones, so deeper ones would be dropped first.
-        let locals = locals.get(..=self.max_blocks).unwrap_or(locals);
-        let hashes = chained(locals);
+        let hashes = hashes.get(..=self.max_blocks).unwrap_or(hashes);
         let slot = self.slot(rank);
         let mut recorded = Ok(());
         for (depth, hash) in hashes.iter().enumerate().rev() {
@@ -129,15 +128,13 @@ impl Predicted {
     }
 
     /// Returns the overlaps above 0 by rank, in blocks.
-    pub fn overlaps(&mut self, locals: &[u64], now: f64) -> Vec<(Name, u32)> {
+    pub fn overlaps(&mut self, hashes: &[u64], now: f64) -> Vec<(Name, u32)> {
         self.pass(now);
         let stale = self.oldest != 0 && self.expired(self.entries.at(self.oldest));
         let mut overlaps = vec![0u32; self.ranks.len()];
         let mut found = Vec::new();
-        let mut hash = 0;
-        for (depth, local) in (0u32..).zip(locals) {
-            hash = sequence_hash(depth, hash, *local);
-            let Some(place) = self.find(hash) else { break };
+        for (depth, hash) in (0u32..).zip(hashes) {
+            let Some(place) = self.find(*hash) else { break };
             let mut any = false;
             for (slot, entry) in self.places.at(place).residents.as_slice() {
                 let Some(overlap) = overlaps.get_mut(*slot as usize).filter(|overlap| **overlap == depth) else {
@@ -164,14 +161,12 @@ impl Predicted {
     }
 
     /// Returns when a request with all these blocks was last recorded for the rank; `None` if one of them is not live.
-    pub fn last_use(&mut self, rank: Name, locals: &[u64], now: f64) -> Option<f64> {
+    pub fn last_use(&mut self, rank: Name, hashes: &[u64], now: f64) -> Option<f64> {
         self.pass(now);
         let slot = *self.slots.get(&rank)?;
-        let mut hash = 0;
         let mut at = None;
-        for (depth, local) in (0u32..).zip(locals) {
-            hash = sequence_hash(depth, hash, *local);
-            let entry = self.entries.at(self.places.at(self.find(hash)?).residents.get(slot)?);
+        for hash in hashes {
+            let entry = self.entries.at(self.places.at(self.find(*hash)?).residents.get(slot)?);
             at = (!self.expired(entry)).then_some(entry.at);
             at?;
         }
@@ -409,16 +404,6 @@ impl Predicted {
     }
 }
 
-/// Returns the sequence hashes of blocks from the start of a sequence.
-fn chained(locals: &[u64]) -> Vec<u64> {
-    let mut hash = 0;
-    let chain = (0u32..).zip(locals).map(|(depth, local)| {
-        hash = sequence_hash(depth, hash, *local);
-        hash
-    });
-    chain.collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -427,8 +412,8 @@ mod tests {
     fn what_goes_leaves_nothing() {
         let mut index = Predicted::new(10.0, 1000, 0.8);
         for worker in 0..50u64 {
-            let locals: Vec<u64> = (0..worker).collect();
-            index.record((worker, 0), &locals, worker as f64 / 10.0).unwrap();
+            let hashes: Vec<u64> = (0..worker).collect();
+            index.record((worker, 0), &hashes, worker as f64 / 10.0).unwrap();
         }
         assert!(index.len() <= 1000);
         assert_eq!((index.work(0, 5.0, 10), index.work(3, 5.0, 10), index.work(3, 100.0, 10)), (0, 3, 10));
@@ -443,9 +428,9 @@ mod tests {
     #[test]
     fn a_prompt_over_the_bound_takes_no_more_room_than_the_bound() {
         let mut index = Predicted::new(10.0, 100, 1.0);
-        let locals: Vec<u64> = (0..100_000).collect();
-        index.record((1, 0), &locals, 0.0).unwrap();
-        assert_eq!((index.len(), index.overlaps(&locals, 0.0)), (100, vec![((1, 0), 100)]));
+        let hashes: Vec<u64> = (0..100_000).collect();
+        index.record((1, 0), &hashes, 0.0).unwrap();
+        assert_eq!((index.len(), index.overlaps(&hashes, 0.0)), (100, vec![((1, 0), 100)]));
         assert!(index.entries.bytes() < 100_000);
     }
 }

@@ -54,10 +54,10 @@ impl PredictedIndex {
         Ok(Self { index: Exclusive::new(Predicted::new(ttl_seconds, max_blocks, prune_ratio)) })
     }
 
-    fn record(&self, py: Python<'_>, rank: Name, local_hashes: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
-        let locals = words(local_hashes)?;
-        let long = self.index.with(py, false, |index| index.work(locals.len(), now, LONG)) >= LONG;
-        let recorded = self.index.with(py, long, |index| index.record(rank, &locals, now));
+    fn record(&self, py: Python<'_>, rank: Name, sequence_hashes: &Bound<'_, PyAny>, now: f64) -> PyResult<()> {
+        let hashes = words(sequence_hashes)?;
+        let long = self.index.with(py, false, |index| index.work(hashes.len(), now, LONG)) >= LONG;
+        let recorded = self.index.with(py, long, |index| index.record(rank, &hashes, now));
         self.trim_if_due(py);
         recorded.map_err(|_| PyMemoryError::new_err("not enough memory for the blocks of the request"))
     }
@@ -65,20 +65,26 @@ impl PredictedIndex {
     fn overlaps<'py>(
         &self,
         py: Python<'py>,
-        local_hashes: &Bound<'py, PyAny>,
+        sequence_hashes: &Bound<'py, PyAny>,
         now: f64,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let locals = words(local_hashes)?;
+        let hashes = words(sequence_hashes)?;
         let overlaps = PyDict::new(py);
-        for (rank, overlap) in self.index.with(py, locals.len() > LONG, |index| index.overlaps(&locals, now)) {
+        for (rank, overlap) in self.index.with(py, hashes.len() > LONG, |index| index.overlaps(&hashes, now)) {
             overlaps.set_item(rank, overlap)?;
         }
         Ok(overlaps)
     }
 
-    fn last_use(&self, py: Python<'_>, rank: Name, local_hashes: &Bound<'_, PyAny>, now: f64) -> PyResult<Option<f64>> {
-        let locals = words(local_hashes)?;
-        Ok(self.index.with(py, locals.len() > LONG, |index| index.last_use(rank, &locals, now)))
+    fn last_use(
+        &self,
+        py: Python<'_>,
+        rank: Name,
+        sequence_hashes: &Bound<'_, PyAny>,
+        now: f64,
+    ) -> PyResult<Option<f64>> {
+        let hashes = words(sequence_hashes)?;
+        Ok(self.index.with(py, hashes.len() > LONG, |index| index.last_use(rank, &hashes, now)))
     }
 
     fn forget_until(&self, py: Python<'_>, rank: Name, at: f64) -> usize {

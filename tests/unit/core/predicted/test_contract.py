@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ..batches import packed
+from .chains import packed
 
 ONE, TWO = (1, 0), (1, 1)
 

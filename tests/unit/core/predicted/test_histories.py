@@ -8,8 +8,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kvrouter.core import reference
 
-from ..batches import packed
 from ..conftest import implementation
+from .chains import packed
 
 RANKS = st.sampled_from([(1, 0), (1, 1), (2, 0), (2**64 - 1, 2**32 - 1)])
 PROMPTS = st.one_of(

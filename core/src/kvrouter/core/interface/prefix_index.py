@@ -181,13 +181,13 @@ class PredictedIndex(Protocol):
     ``int(prune_ratio * max_blocks)`` are left; of entries used at the same time, deeper ones are dropped first.
     """
 
-    def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
+    def record(self, rank: Rank, sequence_hashes: bytes, now: float) -> None:
         """Records a request with these blocks, sent to the rank."""
 
-    def overlaps(self, local_hashes: bytes, now: float) -> dict[Rank, int]:
+    def overlaps(self, sequence_hashes: bytes, now: float) -> dict[Rank, int]:
         """Returns the overlaps above 0 by rank, in blocks."""
 
-    def last_use(self, rank: Rank, local_hashes: bytes, now: float) -> float | None:
+    def last_use(self, rank: Rank, sequence_hashes: bytes, now: float) -> float | None:
         """Returns when the last of these blocks was last recorded for a rank; None if it has not all of them."""
 
     def forget_until(self, rank: Rank, at: float) -> int:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvrouter.core.interface import Rank
-from kvrouter.core.reference.hashing import sequence_hashes, unpack
+from kvrouter.core.reference.hashing import unpack
 
 
 class _Use(NamedTuple):
@@ -35,9 +35,9 @@ class PredictedIndex:
         """(rank, place) → last use, the oldest first."""
         self._residents: dict[int, set[Rank]] = {}
 
-    def record(self, rank: Rank, local_hashes: bytes, now: float) -> None:
+    def record(self, rank: Rank, sequence_hashes: bytes, now: float) -> None:
         """Records a request with these blocks, sent to the rank."""
-        places = unpack(sequence_hashes(local_hashes))
+        places = unpack(sequence_hashes)
         self.expire(now)
         for depth, place in reversed(list(enumerate(places))):
             self._uses[rank, place] = _Use(self._now, depth)
@@ -48,11 +48,11 @@ class PredictedIndex:
             for key in by_age[: len(by_age) - self._pruned_blocks]:
                 self._drop(key)
 
-    def overlaps(self, local_hashes: bytes, now: float) -> dict[Rank, int]:
+    def overlaps(self, sequence_hashes: bytes, now: float) -> dict[Rank, int]:
         """Returns the overlaps above 0 by rank, in blocks."""
         self._now = max(self._now, now)
         overlaps: dict[Rank, int] = {}
-        for depth, place in enumerate(unpack(sequence_hashes(local_hashes))):
+        for depth, place in enumerate(unpack(sequence_hashes)):
             residents = [
                 rank
                 for rank in self._residents.get(place, ())
@@ -63,10 +63,10 @@ class PredictedIndex:
             overlaps.update((rank, depth + 1) for rank in residents)
         return overlaps
 
-    def last_use(self, rank: Rank, local_hashes: bytes, now: float) -> float | None:
+    def last_use(self, rank: Rank, sequence_hashes: bytes, now: float) -> float | None:
         """Returns when the last of these blocks was last recorded for a rank; None if it has not all of them."""
-        overlap = self.overlaps(local_hashes, now).get(rank, 0)
-        places = unpack(sequence_hashes(local_hashes))
+        overlap = self.overlaps(sequence_hashes, now).get(rank, 0)
+        places = unpack(sequence_hashes)
         if not places or overlap < len(places):
             return None
         return self._uses[rank, places[-1]].at

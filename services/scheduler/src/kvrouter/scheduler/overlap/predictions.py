@@ -81,7 +81,7 @@ class Predictions:
 
     def concern(self, pool: Pool, prompt: Prompt) -> bool:
         """Returns whether blocks of a prompt are predicted on any rank."""
-        return self.some_of(pool) or prompt.indexed_blocks is not None
+        return self.everywhere or prompt.indexed_blocks is not None or self.some_of(pool)
 
     def all_of(self, pool: Pool) -> bool:
         """Returns whether those of every rank are predicted, so that no Indexer knows more."""
@@ -94,7 +94,8 @@ class Predictions:
         predicted = self._of(pool)
         listed = predicted.listed
         blocks = np.zeros(len(listed.place_of), np.int64)
-        held = predicted.index.overlaps(prompt.reusable_hashes(predicted.block_size), self.clock())
+        reusable = prompt.sequence_hashes[: len(prompt.reusable_hashes(predicted.block_size))]
+        held = predicted.index.overlaps(reusable, self.clock())
         for rank, overlap in held.items():
             blocks[listed.place_of[rank]] = overlap
         return Overlaps(listed, blocks)
@@ -132,9 +133,9 @@ class Predictions:
                 # The prefix that the rank is predicted to hold.
                 blocks, last_use = booking.outcome.overlap_blocks, None
                 if blocks:
-                    last_use = predicted.index.last_use(rank, prompt.local_hashes[: blocks * HASH_BYTES], now)
+                    last_use = predicted.index.last_use(rank, prompt.sequence_hashes[: blocks * HASH_BYTES], now)
                 predicted.evictions.begin(booking.key, rank, now, last_use, blocks * predicted.block_size)
-            if len(prompt.local_hashes) < _LONG_HASHES:
+            if len(prompt.sequence_hashes) < _LONG_HASHES:
                 self._record(predicted, rank, prompt)
             else:
                 self._waiting = partial(self._record, predicted, rank, prompt)
@@ -169,7 +170,7 @@ class Predictions:
     def _record(self, predicted: _Prediction, rank: Rank, prompt: Prompt) -> None:
         """Records the blocks of a request booked on a rank."""
         now = self.clock()
-        predicted.index.record(rank, prompt.local_hashes, now)
+        predicted.index.record(rank, prompt.sequence_hashes, now)
         most = predicted.evictions.most_tokens(rank, now)
         if most is not None:
             predicted.index.keep_newest(rank, most // predicted.block_size)
