@@ -81,9 +81,10 @@ class _Recent(OrderedDict[Hashable, T]):
     def use(self, key: Hashable) -> T:
         """Returns the value of a key, a new one if there is none."""
         value = self.get(key)
-        if value is None:
-            value = self[key] = self._make()
-        self.move_to_end(key)
+        if value is not None:
+            self.move_to_end(key)
+            return value
+        value = self[key] = self._make()
         if len(self) > self._capacity:
             self.popitem(last=False)
         return value
