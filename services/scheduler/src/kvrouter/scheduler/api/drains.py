@@ -43,10 +43,10 @@ class Drains:
             raise UnknownWorker(request.worker_id, view.workers)
         now = time.time_ns()
         drain = WorkerDrain(requested_unix_ns=now)
-        if request.HasField("migrate_after_ms"):
+        if "migrate_after_ms" in request:
             drain.migrate_unix_ns = min(now + request.migrate_after_ms * 1_000_000, (1 << 64) - 1)
         was_draining = await self._write(view, request.worker_id, drain)
-        migrate_after = request.migrate_after_ms if request.HasField("migrate_after_ms") else None
+        migrate_after = request.migrate_after_ms if "migrate_after_ms" in request else None
         log.info(
             "worker.drained", worker=request.worker_id, component_name=str(view.name), migrate_after_ms=migrate_after
         )

@@ -54,9 +54,9 @@ class RequestReader:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent.
         """
         weight = request.tenant_weight
-        lease_seconds = _lease_seconds(request) if request.HasField("lease_ms") else DEFAULT_LEASE_SECONDS
+        lease_seconds = _lease_seconds(request) if "lease_ms" in request else DEFAULT_LEASE_SECONDS
         tenant = Tenant(request.tenant, weight if 0 < weight < math.inf else 1.0)
-        key = checked_key(request.booking) if request.HasField("booking") else None
+        key = checked_key(request.booking) if "booking" in request else None
         booking = BookingOptions(key, request.session_id, request.opening_number, lease_seconds, request.restores)
         stage = None if key is None else key[2]
         context = self.read_request(request.request, stage, booking, tenant)
@@ -93,7 +93,7 @@ class RequestReader:
         thresholds = self.thresholds.of(pool.model)
         if thresholds is not in_force.thresholds:
             in_force = replace(in_force, thresholds=thresholds)
-        has_overrides = request.HasField("overrides")
+        has_overrides = "overrides" in request
         options = overridden(in_force, request.overrides) if has_overrides else in_force
         prompt = read_prompt(
             request,
@@ -127,7 +127,7 @@ class RequestReader:
             may_prefill_locally,
             self.pools.prefill_pools_of(pool) if may_prefill_locally else (),
             tenant,
-            _stated_output_tokens(request) if request.HasField("expected_output_tokens") else 0,
+            _stated_output_tokens(request) if "expected_output_tokens" in request else 0,
             request.model_choice[:_MAX_CHOICE_CHARACTERS],
         )
 

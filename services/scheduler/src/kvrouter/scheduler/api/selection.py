@@ -91,7 +91,7 @@ class Selector:
         Raises:
             KvRouterError: the request is refused, or no rank can take it.
         """
-        if request.HasField("booking"):
+        if "booking" in request:
             raise BadRequest(
                 "compares: a comparison books nothing", field="booking", advice="Leave booking or compares out."
             )

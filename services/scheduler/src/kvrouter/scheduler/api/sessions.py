@@ -58,9 +58,9 @@ class Sessions:
             SessionLost: a later opening came before.
         """
         session_id = _checked_id(request.session_id)
-        first = request.first_update if request.HasField("first_update") else 1
+        first = request.first_update if "first_update" in request else 1
         _check_number("first_update", first)
-        live = {checked_key(booking) for booking in request.live.bookings} if request.HasField("live") else None
+        live = {checked_key(booking) for booking in request.live.bookings} if "live" in request else None
         session = self.booking_ownership.open_session(session_id, request.client_name, request.opening_number)
         session.acknowledged = max(session.acknowledged, first - 1)
         freed = 0 if live is None else self.booking_ownership.free_all_but(session_id, live)
@@ -115,17 +115,16 @@ class Sessions:
     ) -> None:
         bookings = self.bookings
         try:
-            match update.WhichOneof("update"):
-                case "prefill_complete":
-                    bookings.mark_prefill_complete(update.prefill_complete)
-                case "output":
-                    bookings.report_output(update.output)
-                case "free":
-                    bookings.free(update.free)
-                case "reassert":
-                    bookings.reassert(update.reassert, session_id)
-                case _:
-                    raise BadRequest("the update is empty", field="updates", advice="Set one of its fields.")
+            if "output" in update:
+                bookings.report_output(update.output)
+            elif "free" in update:
+                bookings.free(update.free)
+            elif "prefill_complete" in update:
+                bookings.mark_prefill_complete(update.prefill_complete)
+            elif "reassert" in update:
+                bookings.reassert(update.reassert, session_id)
+            else:
+                raise BadRequest("the update is empty", field="updates", advice="Set one of its fields.")
         except KvRouterError as error:
             response.refused.append(_refused(number, error))
         except Exception:

@@ -58,7 +58,7 @@ class Status:
         """
         pools = list(self.pools)
         only: ComponentName | None = None
-        if request.HasField("component"):
+        if "component" in request:
             pool = self.pools.named(request.component.namespace, request.component.name)
             pools, only = [pool], pool.name
         page, token = page_of(_entries(pools), request, _key)

@@ -50,7 +50,7 @@ class BookingStatistics:
             if difference is not None:
                 _warn_of(difference, booking)
         predicted_lower = None
-        if outcome.HasField("lower_blocks"):
+        if "lower_blocks" in outcome:
             predicted_lower = tier_tokens(outcome.lower_blocks, block_size)
         if booking.audited and (predicted_lower is not None or lower_tokens is not None):
             self._metrics.audit_tiers(pool.model, predicted_lower, lower_tokens)

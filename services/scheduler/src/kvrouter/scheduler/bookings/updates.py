@@ -32,7 +32,7 @@ class BookingUpdates:
         """Records the end of a booking's prefill. Returns whether the booking is known."""
         booking = self._find(request.booking)
         if booking is not None:
-            if request.HasField("handover_us") and not booking.prefilled:
+            if "handover_us" in request and not booking.prefilled:
                 _note_handover(booking, request.handover_us)
             self.booking_table.prefill_complete(booking)
         return booking is not None
@@ -46,12 +46,12 @@ class BookingUpdates:
 
     def free(self, request: pb.FreeRequest) -> bool:
         """Releases a booking. Returns whether it was known."""
-        cached_tokens = request.cached_tokens if request.HasField("cached_tokens") else None
+        cached_tokens = request.cached_tokens if "cached_tokens" in request else None
         booking = self.booking_table.free(
             checked_key(request.booking),
             cached_tokens=cached_tokens,
-            lower_cached_tokens=request.lower_cached_tokens if request.HasField("lower_cached_tokens") else None,
-            output_tokens=request.output_tokens if request.HasField("output_tokens") else None,
+            lower_cached_tokens=request.lower_cached_tokens if "lower_cached_tokens" in request else None,
+            output_tokens=request.output_tokens if "output_tokens" in request else None,
             prefilled=request.prefill_complete,
         )
         if booking is None:

@@ -169,7 +169,7 @@ class Pools:
             UnknownComponent: the named component is not registered.
             UnknownModel: no component serves the model in the stage.
         """
-        if request.HasField("component"):
+        if "component" in request:
             component = request.component
             return self.named(component.namespace, component.name)
         serving = [

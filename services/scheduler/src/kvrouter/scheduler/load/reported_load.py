@@ -97,9 +97,7 @@ class LoadReports:
             report = decode_message(LoadReport, encoded)
         except Undecodable:
             return "unparsable"
-        if (not report.total_blocks and report.HasField("total_blocks")) or (
-            not report.sequence and report.HasField("sequence")
-        ):
+        if (not report.total_blocks and "total_blocks" in report) or (not report.sequence and "sequence" in report):
             return "invalid"
         rank = rank_of(report)
         registered = self._registered.get(rank)
@@ -153,7 +151,7 @@ class LoadReports:
         if report.incarnation != before.incarnation:
             registered = self._registered.get(rank_of(report))
             return registered == before.incarnation and now - arrived_at <= self._max_age
-        if report.HasField("sequence") and before.HasField("sequence"):
+        if "sequence" in report and "sequence" in before:
             is_earlier = report.sequence < before.sequence
         else:
             is_earlier = report.measured_unix_ns < before.measured_unix_ns

@@ -158,7 +158,7 @@ class QueuedRequests:
         now = self.clock()
         arrived_unix_ns = selection.arrived_unix_ns  # 0 for now
         waited = min(max(0.0, (time.time_ns() - arrived_unix_ns) / 1e9), _MAX_WAITED_S) if arrived_unix_ns else 0.0
-        if selection.HasField("time_left_ms"):
+        if "time_left_ms" in selection:
             deadline = deadline.within(selection.time_left_ms / 1e3)
         remaining = deadline.remaining()
         if not component.queue.add(

@@ -155,7 +155,7 @@ class SyncChannel:
     async def _send(self) -> None:
         while True:
             event = await self.outgoing.get()
-            counts = not event.HasField("heartbeat")
+            counts = "heartbeat" not in event
             try:
                 await self.transport.send(event)
                 self._metrics.sent.inc(counts)

@@ -56,7 +56,7 @@ class EventLog:
     def receive(self, event: ReplicaSyncEvent, now: float) -> Iterator[ReplicaSyncEvent]:
         """Yields the applicable events in order, after a new one has arrived. Apply each at once."""
         self.received_at = max(self.received_at, now)
-        if event.HasField("heartbeat"):
+        if "heartbeat" in event:
             self._compare(event.sequence, event.heartbeat, now)
         elif event.sequence >= self.next_sequence:
             self._keep(event)
@@ -66,9 +66,7 @@ class EventLog:
 
     def is_known(self, event: ReplicaSyncEvent) -> bool:
         """Returns whether an event has arrived before. Heartbeats are never known."""
-        return not event.HasField("heartbeat") and (
-            event.sequence < self.next_sequence or event.sequence in self._waiting
-        )
+        return "heartbeat" not in event and (event.sequence < self.next_sequence or event.sequence in self._waiting)
 
     def fetch(self) -> None:
         """Begins a fetch of the state: from now on events wait for it."""

@@ -79,7 +79,7 @@ class Replicas:
         event_log = self._log_of(event, now)
         if event_log is None:
             return
-        if not event.HasField("heartbeat"):
+        if "heartbeat" not in event:
             self.metrics.received.inc()
         if event_log.is_known(event):
             self._quarantine("duplicate")

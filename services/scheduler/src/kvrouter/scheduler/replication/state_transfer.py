@@ -129,7 +129,7 @@ class Fetch:
 def _as_events(chunk: pb.SyncStateResponse) -> Iterator[pb.ReplicaSyncEvent]:
     for state in itertools.chain(chunk.bookings, chunk.progress):
         key = state.request.booking
-        if state.request.HasField("rank"):
+        if "rank" in state.request:
             yield pb.ReplicaSyncEvent(add_request=state.request)
         if state.prefill_complete:
             yield pb.ReplicaSyncEvent(mark_prefill_completed=pb.MarkPrefillCompleted(booking=key))

@@ -57,10 +57,8 @@ class Thresholds:
         Raises:
             BadRequest: the share of blocks is not in 0 to 1.
         """
-        decode = message.active_decode_blocks_threshold if message.HasField("active_decode_blocks_threshold") else None
-        prefill = (
-            message.active_prefill_tokens_threshold if message.HasField("active_prefill_tokens_threshold") else None
-        )
+        decode = message.active_decode_blocks_threshold if "active_decode_blocks_threshold" in message else None
+        prefill = message.active_prefill_tokens_threshold if "active_prefill_tokens_threshold" in message else None
         if decode is not None and not 0 <= decode <= 1:
             raise BadRequest(
                 f"expected active_decode_blocks_threshold from 0 to 1, received {decode:g}",
@@ -103,7 +101,7 @@ class ThresholdUpdate:
                     advice=f"Name {' or '.join(_THRESHOLDS)}.",
                     known=_THRESHOLDS,
                 )
-            if request.thresholds.HasField(name):
+            if name in request.thresholds:
                 raise BadRequest(
                     f"{name} is both set and cleared", field=name, advice="Send the new value, or clear it, not both."
                 )
@@ -174,7 +172,7 @@ class RoutingOptions:
 def ignored_overrides(overrides: RoutingOverrides, mode: str) -> tuple[str, ...]:
     """Returns the names of a request's overrides without effect in a mode."""
     effective = POLICIES[mode].options
-    return tuple(name for name in _OVERRIDES_OF_POLICIES if overrides.HasField(name) and name not in effective)
+    return tuple(name for name in _OVERRIDES_OF_POLICIES if name in overrides and name not in effective)
 
 
 def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingOptions:
@@ -183,7 +181,7 @@ def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingO
     Raises:
         BadRequest: an override is out of range, or names an unknown mode.
     """
-    mode = overrides.mode if overrides.HasField("mode") else options.mode
+    mode = overrides.mode if "mode" in overrides else options.mode
     if mode not in POLICIES:
         raise BadRequest(
             f"unknown router mode {mode[:64]!r}",
@@ -192,9 +190,9 @@ def overridden(options: RoutingOptions, overrides: RoutingOverrides) -> RoutingO
             known=POLICIES,
         )
     weight, temperature = options.overlap_score_weight, options.temperature
-    if overrides.HasField("overlap_score_weight"):
+    if "overlap_score_weight" in overrides:
         weight = _checked("overlap_score_weight", overrides.overlap_score_weight, lambda value: value <= MAX_WEIGHT)
-    if overrides.HasField("router_temperature"):
+    if "router_temperature" in overrides:
         temperature = _checked("router_temperature", overrides.router_temperature, math.isfinite)
     thresholds = Thresholds.of(overrides).over(options.thresholds)
     return replace(options, mode=mode, overlap_score_weight=weight, temperature=temperature, thresholds=thresholds)

@@ -72,11 +72,11 @@ def read_prompt(
         BlockSizeMismatch: the hashes were made with another block size.
         PromptTooLong: the prompt was counted and exceeds a limit, or leaves no room for an output token.
     """
-    if request.HasField("block_size") and request.block_size != block_size:
+    if "block_size" in request and request.block_size != block_size:
         raise BlockSizeMismatch(request.block_size, block_size)
-    kind = request.WhichOneof("prompt")
     local = b""
-    if kind == "local_hashes":
+    has_hashes = "local_hashes" in request
+    if has_hashes:
         tokens, local = request.prompt_tokens, pack_local_hashes(request.local_hashes)
         hashes = len(local) // HASH_BYTES
         if not tokens or tokens // block_size != hashes:
@@ -89,7 +89,7 @@ def read_prompt(
         tokens = max(1, tokens)
     else:
         check_prompt_length(tokens, max_model_len, max_prompt_tokens)
-    if kind == "token_ids":
+    if not has_hashes:
         scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
         multimodal = content_in_blocks(request.multimodal_hashes, block_size)
         try:
@@ -97,8 +97,8 @@ def read_prompt(
         except ValueError as error:
             raise BadRequest(f"the prompt cannot be hashed: {error}", field="token_ids") from None
     local = local[: tokens // block_size * HASH_BYTES]
-    indexed_blocks = request.indexed_blocks if request.HasField("indexed_blocks") else None
-    sequences = _sequences(request) if request.HasField("sequences") else 1
+    indexed_blocks = request.indexed_blocks if "indexed_blocks" in request else None
+    sequences = _sequences(request) if "sequences" in request else 1
     return Prompt(tokens, local, sequence_hashes(local), is_estimated, sequences, indexed_blocks)
 
 

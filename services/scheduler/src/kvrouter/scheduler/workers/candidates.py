@@ -110,14 +110,14 @@ class WorkerConstraints:
     @classmethod
     def of(cls, request: RoutingRequest, stage: Stage) -> WorkerConstraints:
         """Returns the constraints of a request."""
-        lora_name = request.scope.lora_name if request.HasField("scope") else ""
-        if not lora_name and not request.HasField("constraints"):
+        lora_name = request.scope.lora_name if "scope" in request else ""
+        if not lora_name and "constraints" not in request:
             return _unconstrained(stage)
         constraints = request.constraints
         return cls(
             stage=stage,
-            worker_id=constraints.worker_id if constraints.HasField("worker_id") else None,
-            dp_rank=constraints.dp_rank if constraints.HasField("dp_rank") else None,
+            worker_id=constraints.worker_id if "worker_id" in constraints else None,
+            dp_rank=constraints.dp_rank if "dp_rank" in constraints else None,
             allowed=frozenset(constraints.allowed_worker_ids),
             excluded=frozenset(constraints.excluded_worker_ids),
             avoided={each.worker_id: each.reason for each in reversed(constraints.avoided_workers)},
