@@ -32,6 +32,7 @@ from kvrouter.net.nats.access import NatsAccess
 from nats.aio.client import PING_PROTO, Client
 from nats.aio.msg import Msg
 from nats.errors import Error, SecureConnRequiredError
+from nats.protocol.parser import Parser
 
 _MESSAGE_US = 50
 """CPU time to receive and handle a small message, microseconds."""
@@ -60,12 +61,37 @@ class NatsRefused(Error):
 _T = TypeVar("_T")
 
 
+class _MessageParser(Parser):  # type: ignore[misc] # untyped library
+    """Reads whole messages without the patterns of the library, which take longer than most callbacks."""
+
+    async def parse(self, data: bytes = b"") -> None:
+        """Handles what was received. Leaves all but messages, and messages in several parts, to the library."""
+        at = 0
+        while not self.buf and (line_end := data.find(b"\r\n", at)) > 0:
+            try:
+                operation, subject, sid, *reply, size = data[at:line_end].split()
+                number, begin = int(sid), line_end + 2
+                content = begin + int(reply.pop()) if operation == b"HMSG" else begin
+                end = begin + int(size)
+            except (ValueError, IndexError):
+                break
+            is_message = operation in (b"HMSG", b"MSG") and len(reply) < 2
+            if not is_message or not begin <= content <= end <= len(data) - 2:
+                break
+            at = end + 2
+            to = reply[0] if reply else b""
+            await self.nc._process_msg(number, subject, to, data[content:end], data[begin:content] or None)  # noqa: SLF001
+        if at < len(data):
+            await super().parse(data[at:])
+
+
 class TolerantClient(Client):
     """Delivers every message, with its headers if they have a status. Escapes undecodable bytes of its subject."""
 
     def __init__(self, access: NatsAccess | None = None) -> None:
         """``access`` has the certificates; pass its ``servers`` and ``options()`` to ``connect``."""
         super().__init__()
+        self._ps = _MessageParser(self)
         self._access = access
         self._gone = asyncio.Event()
 
@@ -154,7 +180,7 @@ class TolerantClient(Client):
             return
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
-        parsed = await self._process_headers(headers) if headers else None
+        parsed = await self._process_headers(headers) if headers and headers.startswith(_STATUS_LINE) else None
         message = self._build_message(sid, subject, reply, data, parsed)
         try:
             await receive(message)
@@ -177,7 +203,8 @@ class TolerantClient(Client):
         # message that has this header, and the server would deliver it again forever.
         if headers and reply.startswith(_JETSTREAM_DELIVERY):
             headers.pop(_STATUS, None)
-        return Msg(self, subject.decode(errors=_ESCAPED), reply.decode(errors=_ESCAPED), data, headers, _sid=sid)
+        subject_text, reply_text = subject.decode("utf-8", _ESCAPED), reply.decode("utf-8", _ESCAPED)
+        return Msg(self, subject_text, reply_text, data, headers, _sid=sid)
 
 
 def _is_refusal(reason: str) -> bool:

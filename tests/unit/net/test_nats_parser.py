@@ -1,0 +1,59 @@
+"""The parser of the NATS client reads what the library's own one reads."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from kvrouter.net.nats.client import TolerantClient
+from nats.aio.client import Client
+from nats.errors import ProtocolError
+
+MESSAGES = (
+    b"MSG a.b 1 0\r\n\r\n",
+    b"MSG a.b 17 _INBOX.x.1 5\r\nab\r\nc\r\n",
+    b"HMSG a.b 3 $JS.ACK.s.c.1.2.3.4.0 16 19\r\nNATS/1.0\r\nA: b\r\nxyz\r\n",
+    b"HMSG  a.b  3  12  12\r\nNATS/1.0\r\n\r\n\r\n",
+    b"MSG \xff 2 3\r\nMSG\r\n",
+    b"MSG a.b  2 3\r\nabc\r\n",
+    b"PING\r\n",
+    b"PONG\r\n",
+    b"+OK\r\n",
+    b"-ERR 'Stale Connection'\r\n",
+    b'INFO {"server_id": "a b 7"}\r\n',
+)
+MALFORMED = (
+    b"MSG a.b 1\r\n",
+    b"MSG a.b x 1\r\nx\r\n",
+    b"MSG a b 1 c 1\r\nx\r\n",
+    b"MSG a 1 -4\r\n\r\n",
+    b"HELLO a 1 2\r\n",
+)
+
+
+async def handled(client: Any, parts: list[bytes]) -> list[tuple[Any, ...]]:
+    """What a client is told when these parts arrive; ends at a violation of the protocol."""
+    calls: list[tuple[Any, ...]] = []
+    for name in ("_process_msg", "_process_ping", "_process_pong", "_process_err", "_process_info"):
+
+        async def note(*given: Any, name: str = name) -> None:
+            calls.append((name, *given))
+
+        setattr(client, name, note)
+    try:
+        for part in parts:
+            await client._ps.parse(part)
+    except ProtocolError as error:
+        calls.append((str(error),))
+    return calls
+
+
+@pytest.mark.parametrize("malformed", [(), MALFORMED], ids=["valid", "malformed"])
+async def test_messages_in_any_parts_are_read_as_by_the_library(malformed: tuple[bytes, ...]) -> None:
+    rng = random.Random(7)
+    for _ in range(1000):
+        wire = b"".join(rng.choices(MESSAGES * 3 + malformed, k=rng.randrange(8)))
+        cuts = sorted(rng.randrange(len(wire) + 1) for _ in range(rng.randrange(4)))
+        parts = [wire[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(wire)], strict=True)]
+        assert await handled(TolerantClient(), parts) == await handled(Client(), parts), parts
