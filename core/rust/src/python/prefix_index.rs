@@ -385,6 +385,12 @@ impl ApplySummary {
     fn evicted_others<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.0.evicted_others.iter().map(|((worker, rank), blocks)| (*worker, *rank, *blocks)))
     }
+    #[getter]
+    fn is_plain(&self) -> bool {
+        let Summary { rank, applied, stored_blocks, removed_blocks, next_event_id, incarnation, .. } = self.0;
+        let plain = Summary { rank, applied, stored_blocks, removed_blocks, ..Summary::default() };
+        self.0 == Summary { next_event_id, incarnation, ..plain }
+    }
 
     fn __eq__(slf: &Bound<'_, Self>, other: &Bound<'_, PyAny>) -> PyResult<bool> {
         for name in FIELDS {

@@ -52,7 +52,7 @@ def variants(path: Path) -> Iterator[bytes]:
 def said(summary: Any) -> tuple[Any, ...]:
     """A summary without the words of its reasons."""
     names = ("worker_id", "dp_rank", "applied", "stored_blocks", "removed_blocks", "duplicates", "fenced", "gap")
-    names += ("unknown_parents", "unknown_removals", "next_event_id", "incarnation", "new_incarnation")
+    names += ("unknown_parents", "unknown_removals", "next_event_id", "incarnation", "new_incarnation", "is_plain")
     return (bool(summary.unparsable), len(summary.rejected), *(getattr(summary, name) for name in names))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from kvrouter.core.interface.names import Rank
@@ -105,3 +105,9 @@ class ApplySummary:
     """Entries dropped because the rank was evicted; None if it was not."""
     evicted_others: tuple[tuple[int, int, int], ...] = ()
     """Other ranks, evicted to make room: worker_id, dp_rank and the number of their dropped entries."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Returns whether all has its default but the rank, its cursor, and the applied events with their blocks."""
+        plain = ApplySummary(self.worker_id, self.dp_rank, self.applied, self.stored_blocks, self.removed_blocks)
+        return self == replace(plain, next_event_id=self.next_event_id, incarnation=self.incarnation)

@@ -140,6 +140,9 @@ class EventApplier:
                 self._refuse(received.message, Refusal("unparsable", summary.unparsable))
                 return
             self._count(rank, batch, summary, again=again)
+            reset = None
+            if summary.is_plain:
+                break
             reset = reset_after(summary, was_partial=self.known.is_partial(rank))
             if summary.unknown_parents or summary.rejected:
                 self.known.set_partial(rank, True)
@@ -166,6 +169,8 @@ class EventApplier:
         self.tally.add(summary, again=again)
         if summary.new_incarnation or (self.known.is_partial(rank) and summary.applied and batch.clears_all):
             self.known.set_partial(rank, False)
+        if summary.is_plain:
+            return
         if summary.rejected:
             self._log.warning("rank.events_refused", worker_id=rank[0], dp_rank=rank[1], reasons=summary.rejected)
         if summary.evicted_others or summary.evicted_blocks is not None:

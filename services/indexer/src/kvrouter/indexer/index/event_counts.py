@@ -49,6 +49,10 @@ class Tally:
         """
         self.batches += not again
         self.applied += summary.applied
+        self.stored_blocks += summary.stored_blocks
+        self.removed_blocks += summary.removed_blocks
+        if summary.is_plain:
+            return
         self.duplicates += 0 if again else summary.duplicates
         self.fenced += summary.fenced
         self.gaps += summary.gap is not None
@@ -56,8 +60,6 @@ class Tally:
         self.unknown_removals += summary.unknown_removals
         self.rejected += len(summary.rejected)
         self.drifts += summary.digest_differs
-        self.stored_blocks += summary.stored_blocks
-        self.removed_blocks += summary.removed_blocks
 
     def refuse(self, refusal: Refusal) -> None:
         """Counts a quarantined message."""
