@@ -85,17 +85,17 @@ class EventApplier:
         ``apply`` must get the others. A long delivery is left to it altogether.
         """
         applied = 0
-        if len(messages) > _AT_ONCE_MESSAGES:
+        if len(messages) > _AT_ONCE_MESSAGES or (index := self.shared.begin_at_once()) is None:
             return applied
-        with self.shared.applying_at_once() as index:
-            if index is None:
-                return applied
+        try:
             for message in messages:
                 batch = validate(message.subject, message.data, self.block_size, self._unfit_workers)
                 if isinstance(batch, Refusal) or not index.applies_at_once(batch):
                     break
                 self.apply_batch(index, ReceivedBatch(message, batch))
                 applied += 1
+        finally:
+            self.shared.end()
         return applied
 
     def _refuse(self, message: StreamMessage, refusal: Refusal) -> None:
@@ -131,7 +131,8 @@ class EventApplier:
             self.pending.keep(rank, received)
             if buffer.retained:
                 return
-        if not self._is_admitted(index, received, kept=buffer is not None):
+        is_current = self.incarnations.current(rank) == batch.incarnation
+        if not is_current and not self._is_admitted(index, received, kept=buffer is not None):
             return
         # Each round moves the cursor past one gap. A batch has at most one gap per event, and one at its end.
         for _ in range(batch.events + 2):

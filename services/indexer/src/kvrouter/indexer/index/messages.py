@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 from kvrouter.core import EventBatch, Rank, RefusedBatch
@@ -26,6 +27,7 @@ class Refusal:
     """Expected and received values, as text."""
 
 
+@lru_cache(4096)
 def rank_of_subject(subject: str) -> Rank | None:
     """Returns the rank in a subject of events; None if there is none."""
     match = _RANK_OF_SUBJECT.search(subject)

@@ -53,26 +53,29 @@ class SharedIndex:
         with self._changes:
             yield self._index
 
-    @contextmanager
-    def applying_at_once(self) -> Iterator[PrefixIndex | None]:
-        """Yields the index under the lock for changes, or None if the lock is taken. For the event loop."""
-        if self._waiting_changes or not self._changes.acquire(blocking=False):
-            yield None
-            return
-        try:
-            yield self._index
-        finally:
-            self._changes.release()
+    def begin_at_once(self) -> PrefixIndex | None:
+        """Takes the lock for changes, and returns the index; None if the lock is taken. For the event loop.
+
+        ``end`` must follow if it returns the index.
+        """
+        if self._waiting_changes or not self._changes.acquire(False):
+            return None
+        return self._index
+
+    def end(self) -> None:
+        """Releases the lock that ``begin_at_once`` took."""
+        self._changes.release()
 
     async def change(self, task: Callable[[PrefixIndex], _T], *, at_once: bool = False) -> _T:
         """Runs a change of the index or the data beside it. Returns its result.
 
         It runs in a thread; if it is short (``at_once``) and the lock is free, on the event loop.
         """
-        if at_once:
-            with self.applying_at_once() as index:
-                if index is not None:
-                    return task(index)
+        if at_once and (index := self.begin_at_once()) is not None:
+            try:
+                return task(index)
+            finally:
+                self.end()
 
         def locked() -> _T:
             with self._changes:

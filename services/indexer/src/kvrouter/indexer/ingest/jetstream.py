@@ -55,7 +55,7 @@ class Pull:
         self._requests = 0
         self._subscription: Subscription | None = None
         self._arrived: deque[Msg] = deque()
-        self._filled = asyncio.Event()
+        self._filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outstanding = 0
         """Messages still due for the last request."""
         self._end: asyncio.TimerHandle | None = None
@@ -89,9 +89,9 @@ class Pull:
         if not self._arrived:
             if self._outstanding <= 0:
                 await self._request(wait_seconds)
-            self._filled.clear()
             if not self._arrived:
-                await self._filled.wait()
+                self._filled = asyncio.get_running_loop().create_future()
+                await self._filled
         return self._received()
 
     async def _request(self, wait_seconds: float) -> None:
@@ -107,22 +107,26 @@ class Pull:
 
     def _expire(self) -> None:
         self._outstanding = 0
-        self._filled.set()
+        self._wake()
 
     async def _receive(self, message: Msg) -> None:
-        if _status(message) is not None and message.subject != self._reply:
+        if message.headers and message.subject != self._reply and _status(message) is not None:
             return
         # Any client can publish to the inbox. What does not fit is missed by its number if it was a delivery.
         if len(self._arrived) < 2 * REQUESTED_MESSAGES:
             self._arrived.append(message)
-        self._filled.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._filled.done():
+            self._filled.set_result(None)
 
     def _received(self) -> list[Msg]:
         """Takes the received messages, up to an error status, which is raised once it is the first."""
         messages: list[Msg] = []
         while self._arrived:
             message = self._arrived.popleft()
-            if (status := _status(message)) is None:
+            if not message.headers or (status := _status(message)) is None:
                 messages.append(message)
                 self._outstanding -= 1
                 continue
@@ -137,7 +141,7 @@ class Pull:
 
 
 def _status(message: Msg) -> str | None:
-    return message.headers.get(Header.STATUS) if message.headers else None
+    return (message.headers or {}).get(Header.STATUS)
 
 
 AWAY = (nats.errors.Error, TimeoutError, OSError)
@@ -329,9 +333,9 @@ def delivery_of(reply: str) -> tuple[int, int, int]:
     Raises:
         ValueError, IndexError: it is no reply subject of a delivery.
     """
-    tokens = reply.split(".")
-    if tokens[:2] != ["$JS", "ACK"]:
+    if not reply.startswith("$JS.ACK."):
         raise ValueError(reply)
+    tokens = reply.split(".")
     # Domain and account come before the stream.
     first = 2 if len(tokens) == _TOKENS_WITHOUT_DOMAIN else 4
     return int(tokens[first + 3]), int(tokens[first + 4]), int(tokens[first + 6])

@@ -155,7 +155,8 @@ class Ingest:
                 self.consumer.forsake()
                 return False
             await self._apply(thread, delivery)
-            self._note_recovery()
+            if self.backoff.failures:
+                self._note_recovery()
             heard = loop.time()
         return not self.consumer.reconnected
 
