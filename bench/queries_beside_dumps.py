@@ -8,7 +8,7 @@ call is due, so that a loop that stands still counts. Beside it runs one of:
 
 - ``none``: nothing;
 - ``dump``: another process reads dumps over gRPC, one after the other;
-- ``digest``: heartbeats with the rank's digest arrive 20 times a second, and each is compared;
+- ``digest``: 20 times a second an event and a heartbeat with the rank's digest arrive, and the digest is compared;
 - ``snapshot``: snapshots are taken, one after the other.
 """
 
@@ -44,7 +44,7 @@ from kvrouter.runtime.rpc import RpcServer, open_channel, remote
 from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.common_pb2 import Component, LocalHashes, Tier
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.events_pb2 import BlocksStored, KvEvent, KvEventBatch
+from kvrouter.v1.events_pb2 import BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
 from kvrouter.v1.indexer_pb2 import DumpRequest, FindMatchesRequest, GetStatsRequest, TakeSnapshotRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
@@ -79,20 +79,23 @@ class RankEvents:
         encoded = []
         for start in range(0, len(self.chains), CHAINS_IN_BATCH):
             chains = self.chains[start : start + CHAINS_IN_BATCH]
-            encoded.append(self._batch([BlocksStored(engine_hashes=chain, local_hashes=chain) for chain in chains]))
+            stored = (BlocksStored(engine_hashes=chain, local_hashes=chain) for chain in chains)
+            encoded.append(self._batch([KvEvent(tier=Tier.TIER_DEVICE, stored=each) for each in stored]))
             self.index.apply(encoded[-1])
         return encoded
+
+    def change(self) -> bytes:
+        """A batch that removes a block the rank has not, after which the index computes the digest again."""
+        return self._batch([KvEvent(tier=Tier.TIER_DEVICE, removed=BlocksRemoved(engine_hashes=[0]))])
 
     def heartbeat(self, digest: int) -> bytes:
         """A heartbeat with a digest."""
         return self._batch([], digest)
 
-    def _batch(self, stored: Sequence[BlocksStored], digest: int | None = None) -> bytes:
-        events = [
-            KvEvent(event_id=self.next_event_id + number, tier=Tier.TIER_DEVICE, stored=each)
-            for number, each in enumerate(stored)
-        ]
-        self.next_event_id += len(events)
+    def _batch(self, events: Sequence[KvEvent], digest: int | None = None) -> bytes:
+        for event in events:
+            event.event_id = self.next_event_id
+            self.next_event_id += 1
         return KvEventBatch(
             worker_id=RANK[0],
             dp_rank=RANK[1],
@@ -257,6 +260,7 @@ async def beside(there: Indexing, what: str) -> AsyncIterator[Callable[[], int]]
     assert digest is not None
 
     async def beat() -> None:
+        await there.publish(there.events.change())
         await there.publish(there.events.heartbeat(digest))
         await asyncio.sleep(1 / HEARTBEATS_PER_SECOND)
 
