@@ -186,11 +186,12 @@ class Ingest:
         await self.consumer.acknowledge(delivery)
 
     def _advance(self, position: Position, last_sequence: int, pending: int) -> None:
-        caught_up = self.progress.caught_up or (
+        was_caught_up = self.progress.caught_up
+        caught_up = was_caught_up or (
             self._target is not None and is_caught_up(self._target, position.applied, pending)
         )
         self.progress = Progress(position, last_sequence, caught_up, time.monotonic())
-        if caught_up and not self._caught_up.is_set():
+        if caught_up and not was_caught_up:
             self._caught_up.set()
             seconds = round(time.monotonic() - self._began, 3)
             self._log.info(
