@@ -168,7 +168,7 @@ class EventApplier:
 
     def _count(self, rank: Rank, batch: EventBatch, summary: ApplySummary, *, again: bool) -> None:
         self.tally.add(summary, again=again)
-        if summary.new_incarnation or (self.known.is_partial(rank) and summary.applied and batch.clears_all):
+        if summary.new_incarnation or (batch.clears_all and summary.applied and self.known.is_partial(rank)):
             self.known.set_partial(rank, False)
         if summary.is_plain:
             return
