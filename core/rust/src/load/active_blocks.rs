@@ -258,13 +258,11 @@ impl ActiveBlocks {
     }
 
     fn forget(&mut self, ids: &[u32]) {
-        let keys: Vec<(u64, u32)> = ids.iter().map(|id| (self.secret.mix(self.blocks.at(*id).hash), *id)).collect();
+        let secret = self.secret;
+        let keys: Vec<(u64, u32)> = ids.iter().map(|id| (secret.mix(self.blocks.take(*id).hash), *id)).collect();
         self.by_hash.remove_all(&keys);
-        for id in ids {
-            self.blocks.take(*id);
-        }
         if self.by_hash.bytes() > KEPT_TABLE_BYTES {
-            let (blocks, secret) = (&self.blocks, self.secret);
+            let blocks = &self.blocks;
             self.by_hash.shrink_to_fit(&|id: u32| secret.mix(blocks.at(id).hash));
         }
     }

@@ -71,16 +71,15 @@ impl<T: Default> Table<T> {
 
     /// Removes and returns a record.
     pub fn take(&mut self, id: u32) -> T {
-        let record = std::mem::take(self.at_mut(id));
-        if let Some(stretch) = self.stretches.get_mut((id / STRETCH) as usize) {
-            stretch.live = stretch.live.saturating_sub(1);
-            if stretch.live == 0 {
-                stretch.records = Vec::new();
-                self.room -= STRETCH as usize;
-            }
-            self.free.push(id);
-            self.live = self.live.saturating_sub(1);
+        let Some(stretch) = self.stretches.get_mut((id / STRETCH) as usize) else { return T::default() };
+        let record = stretch.records.get_mut((id % STRETCH) as usize).map(std::mem::take).unwrap_or_default();
+        stretch.live = stretch.live.saturating_sub(1);
+        if stretch.live == 0 {
+            stretch.records = Vec::new();
+            self.room -= STRETCH as usize;
         }
+        self.free.push(id);
+        self.live = self.live.saturating_sub(1);
         record
     }
 
