@@ -208,7 +208,7 @@ async def test_nothing_is_applied_at_once_while_a_change_runs() -> None:
 
 @native
 async def test_what_takes_long_is_left_to_a_thread_with_all_that_follows() -> None:
-    index, many = state(), 2000
+    index, many = state(), 20_000
     index.events.apply([message(stored(0, range(1, many), range(1, many)))])
     following = [message(stored(1, [many], [7])), message(cleared(2)), message(stored(3, [1], [11]))]
     assert index.events.apply_at_once(following) == 1

@@ -81,7 +81,7 @@ class PrefixIndex(Protocol):
         """
 
     def applies_at_once(self, batch: Any) -> bool:
-        """Returns whether to apply an ``EventBatch`` takes microseconds: it is small, and nobody uses the index."""
+        """Returns whether to apply an ``EventBatch`` is short, some 0.1 ms, and nobody uses the index."""
 
     def find_matches(self, local_hashes: bytes) -> bytes:
         """Returns the encoded FindMatchesResponse for a prompt, with every rank in order of (worker_id, dp_rank).

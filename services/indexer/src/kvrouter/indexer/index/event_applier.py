@@ -27,6 +27,8 @@ log = structlog.get_logger(component="indexer")
 
 _QUARANTINED_MESSAGES = 64
 _AT_ONCE_MESSAGES = 32
+_AT_ONCE_BYTES = 256 << 10
+"""Size of the messages applied on the event loop together: about a millisecond of work."""
 _QUARANTINED_BYTES = 4096  # per message: enough to recognise it
 
 
@@ -80,17 +82,18 @@ class EventApplier:
                     self.apply_batch(index, ReceivedBatch(message, batch))
 
     def apply_at_once(self, messages: Sequence[StreamMessage]) -> int:
-        """Applies the first messages on the event loop, as long as each takes microseconds. Returns how many.
+        """Applies the first messages on the event loop, as long as each takes little time. Returns how many.
 
         ``apply`` must get the others. A long delivery is left to it altogether.
         """
-        applied = 0
+        applied, left = 0, _AT_ONCE_BYTES
         if len(messages) > _AT_ONCE_MESSAGES or (index := self.shared.begin_at_once()) is None:
             return applied
         try:
             for message in messages:
                 batch = validate(message.subject, message.data, self.block_size, self._unfit_workers)
-                if isinstance(batch, Refusal) or not index.applies_at_once(batch):
+                left -= len(message.data)
+                if left < 0 or isinstance(batch, Refusal) or not index.applies_at_once(batch):
                     break
                 self.apply_batch(index, ReceivedBatch(message, batch))
                 applied += 1

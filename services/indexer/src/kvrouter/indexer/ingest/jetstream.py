@@ -223,8 +223,8 @@ class DurableConsumer:
         """Marks the consumer as lost, so that ``view`` returns None and it is recreated."""
         self._lost = True
 
-    async def holds(self, sequence: int, fingerprint: int) -> bool | None:
-        """Returns whether the message at a sequence has this Python ``hash``; None if it is no longer in the stream.
+    async def holds(self, sequence: int, data: bytes) -> bool | None:
+        """Returns whether the message at a sequence has this content; None if it is no longer in the stream.
 
         Raises:
             AWAY: NATS does not answer.
@@ -233,7 +233,7 @@ class DurableConsumer:
             message = await self._js.get_msg(self._component.stream, sequence)
         except NotFoundError:
             return None
-        return hash(message.data or b"") == fingerprint
+        return (message.data or b"") == data
 
     async def recreate(self, start_sequence: int) -> ConsumerView:
         """Replaces the consumer by one from another sequence, which an existing consumer cannot change.

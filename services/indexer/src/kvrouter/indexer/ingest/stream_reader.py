@@ -55,7 +55,8 @@ class Ingest:
         self._target: int | None = None
         """Last sequence of the stream at the start; None before the stream was first viewed."""
         self._caught_up = asyncio.Event()
-        self._fingerprint: int | None = None
+        self._last_data: bytes | None = None
+        """Content of the last message applied; None if it is not known."""
         self._gone_after: int | None = None
         """Last position whose next messages were gone from the stream when later ones were delivered."""
         self._began = 0.0
@@ -117,10 +118,10 @@ class Ingest:
         if position is not None and self.later is not None and is_behind(position, stream):
             later = await self.later(stream)
             if later is not None and (later.identity != position.identity or later.applied > position.applied):
-                position, self._fingerprint = later, None
+                position, self._last_data = later, None
         same = None
-        if position is not None and self._fingerprint is not None:
-            same = await self.consumer.holds(position.applied, self._fingerprint)
+        if position is not None and self._last_data is not None:
+            same = await self.consumer.holds(position.applied, self._last_data)
         consumer = await self.consumer.view()
         recreation = plan(position, stream, consumer, same_message=same)
         if position is None or consumer is None or recreation is not None:
@@ -130,7 +131,7 @@ class Ingest:
             self.recreations += 1
             applied = max(start - 1, consumer.delivered_stream_sequence)
             if position is None or position.applied != applied:
-                self._fingerprint = None
+                self._last_data = None
             position = Position(stream.identity, applied, consumer.created_unix_ns)
             self._log.info(
                 "ingest.consumer_created",
@@ -179,7 +180,7 @@ class Ingest:
         applied = messages[-1].sequence
         if rest := messages[self.events.apply_at_once(messages) :]:
             await asyncio.get_running_loop().run_in_executor(thread, self.events.apply, rest)
-        self._fingerprint = hash(messages[-1].data)
+        self._last_data = messages[-1].data
         self._messages += len(messages)
         position = Position(position.identity, applied, position.consumer_created_unix_ns)
         self._advance(position, applied + delivery.pending, delivery.pending)
