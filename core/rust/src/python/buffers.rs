@@ -5,13 +5,15 @@ use std::borrow::Cow;
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use pyo3::types::{PyBytes, PyList, PyMemoryView};
 
 use crate::hash::{Multimodal, scope_seed};
 
 /// Bytes of a Python object, or a copy of them.
 pub enum Bytes<'a, 'py> {
     Borrowed(&'a Bound<'py, PyBytes>),
+    /// Of `bytes`, so that Python code cannot change it.
+    Frozen(PyUntypedBuffer),
     Buffer(PyUntypedBuffer),
     Owned(Vec<u8>),
 }
@@ -22,7 +24,7 @@ impl Bytes<'_, '_> {
         match self {
             Self::Borrowed(bytes) => bytes.as_bytes(),
             // SAFETY: the buffer is contiguous (checked at creation), lives as long as `self`, and is `len_bytes` long.
-            Self::Buffer(buffer) => unsafe {
+            Self::Frozen(buffer) | Self::Buffer(buffer) => unsafe {
                 let length = buffer.len_bytes();
                 if length == 0 { &[] } else { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), length) }
             },
@@ -51,7 +53,10 @@ pub fn bytes<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>>
     if let Ok(exact) = object.cast::<PyBytes>() {
         return Ok(Bytes::Borrowed(exact));
     }
-    Ok(Bytes::Buffer(contiguous(object)?))
+    let buffer = contiguous(object)?;
+    let is_view = object.is_exact_instance_of::<PyMemoryView>();
+    let frozen = is_view && object.getattr("obj")?.is_exact_instance_of::<PyBytes>();
+    Ok(if frozen { Bytes::Frozen(buffer) } else { Bytes::Buffer(buffer) })
 }
 
 /// Returns bytes that Python code cannot change: those of a `bytes` object, otherwise a copy.

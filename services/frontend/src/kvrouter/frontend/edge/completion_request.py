@@ -52,22 +52,22 @@ def parse_completion(
         PromptTooLong: the prompt has more tokens than ``max_prompt_tokens``.
     """
     prompt: TokenPrompt | None = None
-    body, text = without_prompt(body)
-    if text is not None and not _TEXTS.match(text):
-        prompt = TokenPrompt(text, limit=max_prompt_tokens)
+    body, found = without_prompt(body)
+    if found is not None and not _TEXTS.match(found):
+        prompt = TokenPrompt(found, limit=max_prompt_tokens)
     if len(body) > MAX_FIELDS_BYTES:
         raise BodyTooLarge(
             f"body: {len(body)} bytes besides the prompt; the limit is {MAX_FIELDS_BYTES}",
             advice="Send shorter fields.",
         )
     fields = decode_json(_FIELDS, body)
-    text = text or bytes(fields.prompt)
+    text = found or bytes(fields.prompt)
     prompts: Sequence[PromptSource]
     if prompt is None and _TEXTS.match(text):
         # Before the text is decoded, which may take four times its size.
         check_text(fields.model)
         special = fields.add_special_tokens is not False
-        prompts = parse_prompts(text, add_special_tokens=special, limit=max_prompt_tokens)
+        prompts = parse_prompts(bytes(text), add_special_tokens=special, limit=max_prompt_tokens)
     else:
         prompts = [prompt or TokenPrompt(text, limit=max_prompt_tokens)]
     constraint = fields.check(len(prompts))

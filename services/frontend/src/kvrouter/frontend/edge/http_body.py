@@ -55,20 +55,26 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
     if not request.body_exists:
         return b""
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    body = bytearray()
     declared = request.content_length or 0
     _check_size(declared, limit)
     upload = _Upload(content, idle_seconds)
+    body: bytes | bytearray
     if encoding == "identity":
         most = declared or limit + 1
+        parts: list[bytes] = []
         while not upload.at_eof:
-            if room.size <= len(body):
+            if room.size <= upload.received:
                 # At least for all that has arrived, so no part of it is cut.
-                await room.hold(min(most, max(_PART_BYTES, 2 * len(body), request.content.total_bytes)))
-            body += await upload.next_part(max(1, room.size - len(body)))
-            _check_size(len(body), limit)
+                await room.hold(min(most, max(_PART_BYTES, 2 * upload.received, content.total_bytes)))
+            part = await upload.next_part(max(1, room.size - upload.received))
+            if parts and len(parts[-1]) < _PART_BYTES:
+                parts[-1] += part  # Many small parts would take many times their size.
+            else:
+                parts.append(part)
+            _check_size(upload.received, limit)
+        body = b"".join(parts)
     else:
-        inflate = _Inflate(encoding)
+        body, inflate = bytearray(), _Inflate(encoding)
         while not upload.at_eof:
             await inflate.append(await upload.next_part(_PART_BYTES), body, room, limit)
         if not inflate.complete:
@@ -105,7 +111,8 @@ class _Upload:
     def __init__(self, content: StreamReader, idle_seconds: float) -> None:
         self._content = content
         self._idle_seconds = idle_seconds
-        self._received = 0
+        self.received = 0
+        """Bytes that were read."""
         self._spent_seconds = 0.0
 
     @property
@@ -121,7 +128,7 @@ class _Upload:
             web.HTTPRequestTimeout: it does not arrive in time.
         """
         try:
-            if self._content.is_eof() or self._content.total_bytes > self._received:
+            if self._content.is_eof() or self._content.total_bytes > self.received:
                 part = self._content.read_nowait(most)  # It has arrived: nothing to wait for.
             else:
                 part = await self._awaited_part(most)
@@ -132,13 +139,13 @@ class _Upload:
             ) from None
         except (HttpProcessingError, web.RequestPayloadError) as error:
             raise _damaged(str(error)) from None
-        self._received += len(part)
+        self.received += len(part)
         return part
 
     async def _awaited_part(self, most: int) -> bytes:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        late_in = self._idle_seconds + self._received / _LEAST_BYTES_PER_SECOND - self._spent_seconds
+        late_in = self._idle_seconds + self.received / _LEAST_BYTES_PER_SECOND - self._spent_seconds
         async with asyncio.timeout(min(self._idle_seconds, late_in)):
             part = await self._content.read(most)
         self._spent_seconds += loop.time() - began

@@ -29,7 +29,7 @@ class TokenPrompt:
 
     characters = 0
 
-    def __init__(self, text: bytes, *, limit: int, field: str = "prompt") -> None:
+    def __init__(self, text: bytes | memoryview, *, limit: int, field: str = "prompt") -> None:
         """Parses a JSON array of token ids.
 
         Args:
@@ -41,14 +41,14 @@ class TokenPrompt:
             BadRequest: it is not an array, or an element is not a token id; the error has the element's index.
             PromptTooLong: there are more tokens than the limit.
         """
-        if not text.startswith(b"["):
+        if text[:1] != b"[":
             raise invalid(field, "expected a text or a list", ADVICE)
         try:
             token_ids = tokens_from_json(text, limit)
         except NotATokenId as error:
             raise invalid(f"{field}.{error.index}", "expected an integer from 0 to 2^32 - 1", ADVICE) from None
         if len(token_ids) > limit * TOKEN_BYTES:
-            raise PromptTooLong(1 + text.count(b","), limit, field=field)
+            raise PromptTooLong(1 + bytes(text).count(b","), limit, field=field)
         self.field = field
         self.token_ids = token_ids
         """Packed buffer."""
@@ -67,8 +67,9 @@ class TokenPrompt:
     def as_json(self) -> msgspec.Raw:
         """Returns the JSON array: the client's own text if possible, because encoding takes as long as parsing."""
         # A line break would end an event of a stream.
-        fit = self._text and b"\n" not in self._text and b"\r" not in self._text
-        return msgspec.Raw(self._text) if fit else encode_token_ids(self.token_ids)
+        text = bytes(self._text)
+        fit = text and b"\n" not in text and b"\r" not in text
+        return msgspec.Raw(text) if fit else encode_token_ids(self.token_ids)
 
 
 def encode_token_ids(tokens: TokenBuffer) -> msgspec.Raw:
