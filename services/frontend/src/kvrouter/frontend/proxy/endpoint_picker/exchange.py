@@ -8,6 +8,7 @@ ends early if the client disconnects or the gateway dies; the booking is freed w
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -237,7 +238,7 @@ class Exchange:
         self._refused, self._response_goes_on = True, False
         self._free()
         self._metrics.requests.labels(code=error.code.name).inc()
-        await self._context.write(responses.refusal(error, self._request.id))
+        await self._context.write(responses.refusal(error, self._request.id or uuid.uuid4().hex))
 
     async def _begin_response(self, message: ProcessingRequest) -> None:
         headers = dict(header_list(message.response_headers.headers))

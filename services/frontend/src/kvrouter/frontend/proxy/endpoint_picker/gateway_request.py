@@ -38,7 +38,7 @@ class GatewayRequest:
 
     def __init__(self, picker: Picker) -> None:
         self.id = ""
-        """Id of the request, for logs and the engine."""
+        """Id of the request, for logs and the engine; empty if the client's is invalid."""
         self.body = bytearray()
         """The body; after the choice the one for the engine."""
         self.body_is_changed = False
@@ -89,8 +89,7 @@ class GatewayRequest:
         self._path = headers.get(":path", "").partition("?")[0]
         self._content_type = headers.get("content-type", "").lower()
         self._content_encoding = headers.get("content-encoding", "identity").strip().lower()
-        self.id = uuid.uuid4().hex  # A refusal has one, too.
-        self.id = requested_id(headers) or self.id
+        self.id = requested_id(headers) or uuid.uuid4().hex
         self._traceparent = trace_context.checked(headers.get(trace_context.HEADER, ""))
         self._has_foreign_state = not self._traceparent and trace_context.STATE_HEADER in headers
         if self._access is not None:

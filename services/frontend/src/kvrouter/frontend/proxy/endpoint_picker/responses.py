@@ -1,5 +1,7 @@
 """Messages to the gateway, and headers and metadata in its own.
 
+Messages are built in place: one that is passed to the constructor of another is encoded and decoded.
+
 Metadata of the endpoint picker protocol says which endpoints may serve, which should, and which one did.
 """
 
@@ -8,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption, Metadata
+from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValueOption, Metadata
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
-from envoy.type.v3.http_status_pb2 import HttpStatus
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.struct_pb2 import Struct, Value
+from google.protobuf.struct_pb2 import Value
 from kvrouter.frontend.edge.http_errors import error_body
 from kvrouter.frontend.edge.request_fields import REQUEST_ID_HEADER
 from kvrouter.v1.errors import KvRouterError
@@ -24,6 +25,7 @@ _LB_NAMESPACE = "envoy.lb"
 _SERVED = "x-gateway-destination-endpoint-served"
 _FILTER = "envoy.filters.http.ext_proc"
 _CODE_DETAILS = "response.code_details"
+_REPLACES = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _SUBSET = "x-gateway-destination-endpoint-subset"
 
@@ -52,13 +54,6 @@ def code_details(message: ProcessingRequest) -> str:
     return str(attributes.fields[_CODE_DETAILS].string_value)
 
 
-def destination(endpoints: Sequence[str]) -> Struct:
-    """Returns the dynamic metadata naming the chosen endpoints."""
-    chosen = Struct()
-    chosen.fields[_LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = ",".join(endpoints)
-    return chosen
-
-
 def _texts(value: Value) -> list[str]:
     """Returns the endpoints of a list, or of a text with commas: gateways send either."""
     if value.HasField("list_value"):
@@ -69,7 +64,7 @@ def _texts(value: Value) -> list[str]:
 def header_list(headers: HeaderMap) -> list[tuple[str, str]]:
     """Returns names in lower case and values, with repeated headers."""
     return [
-        (each.key.lower(), each.value or each.raw_value.decode("utf-8", "surrogateescape")) for each in headers.headers
+        (each.key.lower(), each.raw_value.decode("utf-8", "surrogateescape") or each.value) for each in headers.headers
     ]
 
 
@@ -81,10 +76,9 @@ def route(
     endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str]
 ) -> pb.ProcessingResponse:
     """Answers the request's headers: names the endpoints, and sets and removes further headers for the engine."""
-    common = _routed(endpoints, headers, removed_headers)
-    return pb.ProcessingResponse(
-        request_headers=pb.HeadersResponse(response=common), dynamic_metadata=destination(endpoints)
-    )
+    answer = pb.ProcessingResponse()
+    _set_route(answer, answer.request_headers.response, endpoints, headers, removed_headers)
+    return answer
 
 
 def route_whole(
@@ -92,19 +86,21 @@ def route_whole(
 ) -> pb.ProcessingResponse:
     """Does the same as the answer to a body the gateway has kept; ``body`` replaces it, None for no change."""
     changed = {} if body is None else {"content-length": str(len(body))}
-    common = _routed(endpoints, {**headers, **changed}, removed_headers)
+    answer = pb.ProcessingResponse()
+    common = answer.request_body.response
+    _set_route(answer, common, endpoints, {**headers, **changed}, removed_headers)
     if body is not None:
         common.body_mutation.body = body
-    return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common), dynamic_metadata=destination(endpoints))
+    return answer
 
 
 def request_body(body: bytes | bytearray, *, end_of_stream: bool) -> list[pb.ProcessingResponse]:
     """Returns the messages that pass a whole request body on, in pieces; without its end if trailers follow."""
     pieces = [bytes(body[start : start + MAX_PIECE_BYTES]) for start in range(0, len(body), MAX_PIECE_BYTES)] or [b""]
-    return [
-        pb.ProcessingResponse(request_body=_streamed(piece, end_of_stream=end_of_stream and number == len(pieces)))
-        for number, piece in enumerate(pieces, start=1)
-    ]
+    answers = [pb.ProcessingResponse() for _ in pieces]
+    for answer, piece in zip(answers, pieces, strict=True):
+        _stream(answer.request_body, piece, end_of_stream=end_of_stream and answer is answers[-1])
+    return answers
 
 
 def request_headers() -> pb.ProcessingResponse:
@@ -126,11 +122,9 @@ def request_trailers() -> pb.ProcessingResponse:
 
 def response_headers(headers: Mapping[str, str], removed_headers: Iterable[str] = ()) -> pb.ProcessingResponse:
     """Passes the response's headers on, with further ones for the client, and without those removed."""
-    mutation = _mutation(headers)
-    mutation.remove_headers.extend(removed_headers)
-    return pb.ProcessingResponse(
-        response_headers=pb.HeadersResponse(response=pb.CommonResponse(header_mutation=mutation))
-    )
+    answer = pb.ProcessingResponse()
+    _change_headers(answer.response_headers.response.header_mutation, headers, removed_headers)
+    return answer
 
 
 _UNCHANGED = pb.ProcessingResponse(response_body=pb.BodyResponse(response=pb.CommonResponse()))
@@ -139,12 +133,14 @@ _UNCHANGED = pb.ProcessingResponse(response_body=pb.BodyResponse(response=pb.Com
 
 def response_body(piece: bytes, *, is_changed: bool, end_of_stream: bool, full_duplex: bool) -> pb.ProcessingResponse:
     """Passes a piece of the response on. Unless the gateway waits for every piece, only changed ones are sent back."""
-    if full_duplex:
-        return pb.ProcessingResponse(response_body=_streamed(piece, end_of_stream=end_of_stream))
-    if not is_changed:
+    if not (full_duplex or is_changed):
         return _UNCHANGED
-    changed = pb.CommonResponse(body_mutation=pb.BodyMutation(body=piece))
-    return pb.ProcessingResponse(response_body=pb.BodyResponse(response=changed))
+    answer = pb.ProcessingResponse()
+    if full_duplex:
+        _stream(answer.response_body, piece, end_of_stream=end_of_stream)
+    else:
+        answer.response_body.response.body_mutation.body = piece
+    return answer
 
 
 def response_trailers() -> pb.ProcessingResponse:
@@ -155,34 +151,39 @@ def response_trailers() -> pb.ProcessingResponse:
 def refusal(error: KvRouterError, request_id: str) -> pb.ProcessingResponse:
     """Ends the request with an error in the format of the OpenAI API."""
     status, body, headers = error_body(error)
-    return pb.ProcessingResponse(
-        immediate_response=pb.ImmediateResponse(
-            status=HttpStatus(code=status),
-            headers=_mutation({"content-type": "application/json", REQUEST_ID_HEADER: request_id} | headers),
-            body=msgspec.json.encode(body),
-            details=f"kvrouter_{error.code.name.lower()}",
-        )
+    answer = pb.ProcessingResponse()
+    immediate = answer.immediate_response
+    immediate.status.code = status
+    _change_headers(
+        immediate.headers, {"content-type": "application/json", REQUEST_ID_HEADER: request_id} | headers, ()
     )
+    immediate.body = msgspec.json.encode(body)
+    immediate.details = f"kvrouter_{error.code.name.lower()}"
+    return answer
 
 
-def _streamed(piece: bytes, *, end_of_stream: bool) -> pb.BodyResponse:
-    streamed = pb.StreamedBodyResponse(body=piece, end_of_stream=end_of_stream)
-    return pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=streamed)))
+def _stream(body: pb.BodyResponse, piece: bytes, *, end_of_stream: bool) -> None:
+    streamed = body.response.body_mutation.streamed_response
+    streamed.body, streamed.end_of_stream = piece, end_of_stream
 
 
-def _routed(endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str]) -> pb.CommonResponse:
-    mutation = _mutation({DESTINATION: ",".join(endpoints)} | dict(headers))
-    mutation.remove_headers.extend(removed_headers)
-    return pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)
+def _set_route(
+    answer: pb.ProcessingResponse,
+    common: pb.CommonResponse,
+    endpoints: Sequence[str],
+    headers: Mapping[str, str],
+    removed_headers: Iterable[str],
+) -> None:
+    named = ",".join(endpoints)
+    _change_headers(common.header_mutation, {DESTINATION: named, **headers}, removed_headers)
+    common.clear_route_cache = True
+    answer.dynamic_metadata.fields[_LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = named
 
 
-def _mutation(headers: Mapping[str, str]) -> pb.HeaderMutation:
-    return pb.HeaderMutation(
-        set_headers=[
-            HeaderValueOption(
-                header=HeaderValue(key=name.lower(), raw_value=value.encode()),
-                append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
-            )
-            for name, value in headers.items()
-        ]
-    )
+def _change_headers(mutation: pb.HeaderMutation, added: Mapping[str, str], removed: Iterable[str]) -> None:
+    mutation.SetInParent()
+    for name, value in added.items():
+        option = mutation.set_headers.add(append_action=_REPLACES)
+        header = option.header
+        header.key, header.raw_value = name.lower(), value.encode()
+    mutation.remove_headers.extend(removed)
