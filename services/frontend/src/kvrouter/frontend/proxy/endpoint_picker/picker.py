@@ -40,6 +40,10 @@ _FALLBACKS = 2
 """Further endpoints named with each pick, for gateways that retry."""
 
 
+ServedBy = tuple[list[ComponentView], str]
+"""The components that may serve a request, at least one, and its LoRA adapter; empty for none."""
+
+
 class _Offer(NamedTuple):
     """A pool serving the model of a request."""
 
@@ -160,17 +164,16 @@ class Picker:
         if self.access is not None:
             routed, passed = await permitted(self.access, routed, body, path, self._texts.work)
             body = bytearray(passed)
-            check_salted(self.access, routed, self.views(routed))
-        served = self.views(routed)[0].descriptor.model
+            check_salted(self.access, routed, self.resolve(routed)[0])
+        served = self.resolve(routed)[0][0].descriptor.model
         return await routed.tokenized(self._texts, served, max_prompt_tokens=limit), body
 
-    def deaths(self, body: RoutedBody, tenant: str) -> RequestDeaths:
-        """Returns the counter of deaths of a tenant's request.
+    def deaths(self, body: RoutedBody, model: str, tenant: str) -> RequestDeaths:
+        """Returns the counter of deaths of a tenant's request to a served model.
 
         Raises:
             PoisonPrompt: workers died of its prompt.
         """
-        model = self.views(body)[0].descriptor.model
         content = () if body.media is None else body.media.hashes
         prompt = with_content(body.token_ids, content)
         deaths = RequestDeaths(self._poison_prompts, tenant, model, prompt)
@@ -180,6 +183,7 @@ class Picker:
     async def pick(
         self,
         body: RoutedBody,
+        served: ServedBy,
         deaths: RequestDeaths,
         *,
         request_id: str,
@@ -190,6 +194,7 @@ class Picker:
 
         Args:
             body: The request as routing needs it.
+            served: Who may serve it.
             deaths: Counts the deaths of engines running it.
             request_id: Id of the request, for logs.
             allowed: Endpoints that may serve it, host:port; None for all.
@@ -199,7 +204,7 @@ class Picker:
             KvRouterError: the model is unknown, every eligible worker is busy, none is eligible, or no Scheduler
                 answers.
         """
-        views, lora_name = self._resolve(body)
+        views, lora_name = served
         offers = [_Offer.of(view, body, lora_name, allowed, self.addresses, self._health) for view in views]
         able = [offer for offer in offers if offer.endpoints] or [offers[0]]
         able = [offer for offer in able if offer.takes(body)] or [able[0]]
@@ -271,20 +276,19 @@ class Picker:
         pick.end()
         log.info("request.served_by_fallback", request_id=request_id, worker=pick.booking.rank.worker_id, served=served)
         try:
-            return await self.pick(body, deaths, request_id=request_id, allowed={served}, deadline=deadline)
+            return await self.pick(
+                body, self.resolve(body), deaths, request_id=request_id, allowed={served}, deadline=deadline
+            )
         except KvRouterError as error:
             log.warning("fallback.not_booked", request_id=request_id, served=served, cause=error.message)
             return pick
 
-    def views(self, body: RoutedBody) -> list[ComponentView]:
-        """Returns the components that may serve a request's model or LoRA adapter, at least one.
+    def resolve(self, body: RoutedBody) -> ServedBy:
+        """Returns who may serve a request.
 
         Raises:
-            UnknownModel, NoWorkers: none may.
+            UnknownModel, NoWorkers: nobody may.
         """
-        return self._resolve(body)[0]
-
-    def _resolve(self, body: RoutedBody) -> tuple[list[ComponentView], str]:
         views, lora_name = resolve_model(body.model, self._directory.components)
         return of_pool(views, body.pool), lora_name
 
