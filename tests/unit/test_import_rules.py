@@ -16,7 +16,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "v1": (),
     "core": ("kvrouter.v1",),
     # Below the SDK and the services.
-    "net": ("kvrouter.v1",),
+    "net": ("kvrouter.v1", "kvrouter.core"),
     # Released apart, into engines with dependency pins of their own.
     "publisher": ("kvrouter.v1", "kvrouter.core", "kvrouter.net"),
     # Released apart, into programs that call a Frontend. It offers the router only where the services are installed.

@@ -4,6 +4,7 @@
 
 #![cfg_attr(not(feature = "python"), allow(dead_code))]
 
+mod calls;
 pub mod fair_lock;
 pub mod hash;
 pub mod index;
@@ -28,7 +29,7 @@ mod _native {
     #[pymodule_export]
     use crate::python::{
         ActiveSequences, ApplySummary, CacheRecency, EventBatch, EventRecorder, ForecastModel, MemoryBudget,
-        PredictedIndex, PrefixIndex, find_json_value, first_token_outside, json_flaw, local_hashes, read_tokens,
-        sequence_hashes, tokens_from_json, tokens_to_json,
+        PredictedIndex, PrefixIndex, find_json_value, first_token_outside, json_flaw, local_hashes, read_calls,
+        read_responses, read_tokens, sequence_hashes, tokens_from_json, tokens_to_json,
     };
 }

@@ -22,6 +22,8 @@ NAMES = {
     "find_json_value",
     "first_token_outside",
     "json_flaw",
+    "read_calls",
+    "read_responses",
     "read_tokens",
     "tokens_from_json",
     "tokens_to_json",

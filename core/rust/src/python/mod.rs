@@ -2,6 +2,7 @@
 
 mod buffers;
 mod cache_recency;
+mod calls;
 mod dump;
 mod event_batch;
 mod event_recorder;
@@ -17,6 +18,7 @@ mod shared;
 mod vocabulary;
 
 pub use cache_recency::CacheRecency;
+pub use calls::{read_calls, read_responses};
 pub use event_batch::EventBatch;
 pub use event_recorder::EventRecorder;
 pub use forecast::ForecastModel;

@@ -87,6 +87,11 @@ impl<'a> Fields<'a> {
         true
     }
 
+    /// Returns the next varint without a tag, of a packed field; None at the end.
+    pub fn packed(&mut self) -> Result<Option<u64>, Malformed> {
+        if self.rest.is_empty() { Ok(None) } else { self.varint().map(Some) }
+    }
+
     /// Returns the number and the value of the next field; None at the end.
     pub fn next(&mut self) -> Result<Option<(u32, Value<'a>)>, Malformed> {
         if self.rest.is_empty() {

@@ -195,7 +195,7 @@ async def test_a_defect_in_reading_ends_the_stream_and_not_the_client(monkeypatc
     async with scripted(serve) as port, patient(port) as client:
         await client.wait_ready()
         with monkeypatch.context() as defect:
-            defect.setattr(client_stream, "parse", fail)
+            defect.setattr(client_stream, "read_responses", fail)
             with structlog.testing.capture_logs() as logs, pytest.raises(OutcomeUnknown, match="ZeroDivisionError"):
                 await client.call(ECHO, b"x")
         await asyncio.wait_for(client.wait_ready(), 60)

@@ -19,7 +19,7 @@ from kvrouter.core.interface.event_recorder import (
 from kvrouter.core.interface.events import MAX_EVENT_BLOCKS, ApplySummary, EventBatch, RefusedBatch
 from kvrouter.core.interface.forecast import ForecastModel
 from kvrouter.core.interface.load import ActiveSequences, LoadColumns
-from kvrouter.core.interface.names import NotATokenId, Rank, RankInfo, Scope, TokenBuffer
+from kvrouter.core.interface.names import Call, NotATokenId, Rank, RankInfo, Responses, Scope, TokenBuffer
 from kvrouter.core.interface.prefix_index import IndexStats, InvalidDump, MemoryBudget, PredictedIndex, PrefixIndex
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "BlockNote",
     "CacheRecency",
     "CachedRank",
+    "Call",
     "EventBatch",
     "EventRecorder",
     "EventsGone",
@@ -48,6 +49,7 @@ __all__ = [
     "RankInfo",
     "RecorderCounts",
     "RefusedBatch",
+    "Responses",
     "Scope",
     "TokenBuffer",
     "UnknownParent",

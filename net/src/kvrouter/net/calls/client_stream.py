@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
+from kvrouter.core import read_responses
 from kvrouter.net.budgets import FloodBudget
 from kvrouter.net.calls.errors import (
     CallTimedOut,
@@ -24,8 +25,8 @@ from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
 from kvrouter.net.logs import get_logger
 from kvrouter.net.wire_format import encode_varint, tag
 from kvrouter.v1.calls_pb2 import (
+    CallFailure,
     CallRequest,
-    CallResponse,
     CallResponseKind,
     CallStreamServerHello,
     OpenCallStreamRequest,
@@ -247,29 +248,18 @@ class ClientStream:
         Raises:
             ProtocolViolation: the message breaks a rule of the protocol.
         """
-        message = parse(OpenCallStreamResponse, encoded, self._limits)
-        if message.HasField("server_hello"):
-            raise ProtocolViolation("hello", "expected one hello on a stream, received another")
         self.heard = True
-        if not message.whole_numbers and not message.responses:
-            self._spend(_ITEMS_OF_EMPTY_MESSAGE)
-        numbers, whole = message.whole_numbers, message.whole_responses
-        if numbers or whole:
-            self._receive_whole(numbers[:], whole[:])
-        for item in message.responses:
-            call = self._calls.get(item.number) or self._running(item.number)
-            try:
-                self._take(call, item.kind, item)
-            except ProtocolViolation:
-                raise
-            except Exception:
-                self._defect(call)
-        if message.HasField("draining"):
-            self._drain(message.draining.last_call)
-        if message.HasField("pong"):
-            self._end_ping(answered=True)
+        responses = read_responses(encoded) if len(encoded) <= self._limits.message_bytes else None
+        if responses is None:
+            items = self._receive_any(encoded)
+        else:
+            whole, others = responses
+            items = len(whole) + len(others)
+            self._receive_whole(whole)
+            for number, kind, response in others:
+                self._receive_response(number, kind, response)
         self.counts.messages_received += 1
-        self.counts.items_received += len(numbers) + len(message.responses)
+        self.counts.items_received += items
         if self.draining:
             self.on_draining()
 
@@ -355,13 +345,31 @@ class ClientStream:
         log.exception("call.receiver_failed", call=call.number)
         call.cancel()
 
-    def _receive_whole(self, numbers: Sequence[int], responses: Sequence[bytes]) -> None:
-        if len(numbers) != len(responses):
+    def _receive_any(self, encoded: bytes) -> int:
+        """Processes a message that may have more than responses. Returns their number."""
+        message = parse(OpenCallStreamResponse, encoded, self._limits)
+        if message.HasField("server_hello"):
+            raise ProtocolViolation("hello", "expected one hello on a stream, received another")
+        numbers, whole, others = message.whole_numbers[:], message.whole_responses[:], message.responses[:]
+        if not numbers and not others:
+            self._spend(_ITEMS_OF_EMPTY_MESSAGE)
+        if len(numbers) != len(whole):
             raise ProtocolViolation(
-                "columns", f"expected as many whole responses as numbers, received {len(responses)} and {len(numbers)}"
+                "columns", f"expected as many whole responses as numbers, received {len(whole)} and {len(numbers)}"
             )
+        self._receive_whole(zip(numbers, whole, strict=True))
+        for item in others:
+            failure = item.failure if item.kind == _FAILED else None
+            self._receive_response(item.number, item.kind, item.response, failure)
+        if message.HasField("draining"):
+            self._drain(message.draining.last_call)
+        if message.HasField("pong"):
+            self._end_ping(answered=True)
+        return len(numbers) + len(others)
+
+    def _receive_whole(self, responses: Iterable[tuple[int, bytes]]) -> None:
         calls = self._calls
-        for number, response in zip(numbers, responses, strict=True):
+        for number, response in responses:
             call = calls.get(number) or self._running(number)
             receiver = call.receiver
             if receiver is None or not response:
@@ -372,12 +380,20 @@ class ClientStream:
                 except Exception:
                     self._defect(call)
 
-    def _take(self, call: RunningCall, kind: int, item: CallResponse) -> None:
+    def _receive_response(self, number: int, kind: int, response: bytes, failure: CallFailure | None = None) -> None:
+        call = self._calls.get(number) or self._running(number)
+        try:
+            self._take(call, kind, response, failure)
+        except ProtocolViolation:
+            raise
+        except Exception:
+            self._defect(call)
+
+    def _take(self, call: RunningCall, kind: int, response: bytes, failure: CallFailure | None) -> None:
         """Processes a response: a part, the rest after parts, or the end of its call."""
         if kind == _PART:
-            self._take_part(call, item.response)
+            self._take_part(call, response)
             return
-        response = item.response
         parts = self._forget_parts(call) if self._parts else None
         if parts is not None:
             response = b"".join((*parts.parts, response))
@@ -393,8 +409,7 @@ class ClientStream:
             receiver = self._end(call) if kind else None
         if receiver is None:
             return
-        if kind == _FAILED:
-            failure = item.failure
+        if failure is not None:
             error = from_parts(failure.code, failure.message, failure.info)
             self.counts.failed[error.code.name] += 1
             receiver.on_error(error)

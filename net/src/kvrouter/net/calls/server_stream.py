@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
+from kvrouter.core import Call, read_calls
 from kvrouter.net.calls.errors import ProtocolViolation, parse
 from kvrouter.net.calls.limits import ITEM_BYTES, SPARSE_PINGS, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.server_call import PART, Method, ServerCall
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (
     CallFailure,
-    CallRequest,
     CallStreamServerHello,
     OpenCallStreamRequest,
     OpenCallStreamResponse,
@@ -147,21 +147,38 @@ class ServerStream:
         Raises:
             ProtocolViolation: the message breaks a rule of the protocol.
         """
+        self.heard = True
+        calls = read_calls(encoded) if len(encoded) <= self._limits.message_bytes else None
+        if calls is None:
+            calls = self._receive_any(encoded)
+        for call in calls:
+            self._receive_call(*call)
+        self.counts.messages_received += 1
+        self.counts.items_received += len(calls)
+
+    def _receive_any(self, encoded: bytes) -> list[Call]:
+        """Processes a message that may have more than calls. Returns the calls."""
         message = parse(OpenCallStreamRequest, encoded, self._limits)
         if message.HasField("client_hello"):
             raise ProtocolViolation("hello", "expected one hello on a stream, received another")
-        self.heard = True
         for number in message.cancelled:
             self._cancel(number)
-        for item in message.calls:
-            self._receive_call(item)
         if message.HasField("ping"):
             self._pong = message.ping
             self.sends_pings = not self._has_sparse_pings
             self.idle_ticks = 0
             self._wake()
-        self.counts.messages_received += 1
-        self.counts.items_received += len(message.calls)
+        return [
+            (
+                call.number,
+                call.method,
+                call.request,
+                call.more,
+                call.time_left_ms if call.HasField("time_left_ms") else None,
+                call.trace_context,
+            )
+            for call in message.calls
+        ]
 
     def next_message(self) -> bytes | None:
         """Returns the next message to write: all waiting items with room. None if nothing does."""
@@ -288,14 +305,15 @@ class ServerStream:
             call.fail(KvRouterError("the call was cancelled", code=grpc.StatusCode.CANCELLED))
             call.cancelled()
 
-    def _receive_call(self, item: CallRequest) -> None:
-        number = item.number
+    def _receive_call(
+        self, number: int, method: int, request: bytes, more: bool, time_left_ms: int | None, trace_context: str
+    ) -> None:
         if number == self._last_number + 1:
             if self._announced:
                 return  # The client knows that calls after the last one are not run.
             self._last_number = number
-            time_left = item.time_left_ms / 1e3 if item.HasField("time_left_ms") else None
-            call = ServerCall(self, number, time_left, item.trace_context)
+            time_left = None if time_left_ms is None else time_left_ms / 1e3
+            call = ServerCall(self, number, time_left, trace_context)
             self._calls[number] = call
             counts = self.counts
             counts.calls += 1
@@ -305,16 +323,16 @@ class ServerStream:
             elif counts.running > self._limits.server_calls:
                 call.fail(TooLarge(f"the server runs its {self._limits.server_calls} calls already"))
             elif self.check is not None:
-                self._admit(call, item.method, self.check)
-            if item.more:
+                self._admit(call, method, self.check)
+            if more:
                 if len(self._unfinished) >= self._limits.calls:
                     raise ProtocolViolation("unfinished", f"received parts of more than {self._limits.calls} calls")
-                self._unfinished[number] = unfinished = _Unfinished(call, item.method, bytearray())
-                self._add_part(unfinished, item)
+                self._unfinished[number] = unfinished = _Unfinished(call, method, bytearray())
+                self._add_part(unfinished, request, more=more)
             else:
-                self._start(call, item.method, item.request)
+                self._start(call, method, request)
         elif number in self._unfinished:
-            self._add_part(self._unfinished[number], item)
+            self._add_part(self._unfinished[number], request, more=more)
         elif not self._announced or number <= self._last_number:
             raise ProtocolViolation(
                 "unknown_call", f"expected call {self._last_number + 1} or a further part, received call {number}"
@@ -331,12 +349,12 @@ class ServerStream:
         self.counts.unfinished_bytes -= size
         unfinished.received = bytearray()
 
-    def _add_part(self, unfinished: _Unfinished, item: CallRequest) -> None:
+    def _add_part(self, unfinished: _Unfinished, part: bytes, *, more: bool) -> None:
         call = unfinished.call
         unfinished.quiet_ticks = 0
         if not call.ended:
-            unfinished.received += item.request
-            size = len(item.request)
+            unfinished.received += part
+            size = len(part)
             self._unfinished_bytes += size
             self.counts.unfinished_bytes += size
             limits = self._limits
@@ -348,7 +366,7 @@ class ServerStream:
                 call.fail(TooLarge("the server receives as much of unfinished requests as it has room for"))
         if call.ended:
             self._forget(unfinished)
-        if not item.more:
+        if not more:
             del self._unfinished[call.number]
             request = bytes(unfinished.received)
             self._forget(unfinished)

@@ -1,0 +1,133 @@
+//! Reads the messages of call streams that have only calls or only responses, as nearly all do.
+
+use crate::wire::{Fields, Value};
+
+/// The kind of a response that is a failure.
+const FAILED: i32 = 4;
+
+/// A `CallRequest`.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Call<'a> {
+    pub number: u64,
+    pub method: u32,
+    pub request: &'a [u8],
+    pub more: bool,
+    pub time_left_ms: Option<u32>,
+    pub trace_context: &'a str,
+}
+
+/// The responses of an `OpenCallStreamResponse`: whole ones by number, and others with their kind.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Responses<'a> {
+    pub whole: Vec<(u64, &'a [u8])>,
+    pub others: Vec<(u64, i32, &'a [u8])>,
+}
+
+/// Calls of an encoded `OpenCallStreamRequest` that has nothing else. None if it has anything else, has no calls, is
+/// encoded in an unusual way or is malformed.
+pub fn calls_only(message: &[u8]) -> Option<Vec<Call<'_>>> {
+    let mut calls = Vec::new();
+    let mut fields = Fields::new(message);
+    while let Some(field) = fields.next().ok()? {
+        let (3, Value::Bytes(call)) = field else { return None };
+        calls.push(read_call(call)?);
+    }
+    (!calls.is_empty()).then_some(calls)
+}
+
+fn read_call(message: &[u8]) -> Option<Call<'_>> {
+    let mut call = Call::default();
+    let mut fields = Fields::new(message);
+    while let Some(field) = fields.next().ok()? {
+        match field {
+            (1, Value::Varint(number)) => call.number = number,
+            (2, Value::Varint(method)) => call.method = method as u32,
+            (3, Value::Bytes(request)) => call.request = request,
+            (4, Value::Varint(more)) => call.more = more != 0,
+            (5, Value::Varint(milliseconds)) => call.time_left_ms = Some(milliseconds as u32),
+            (6, Value::Bytes(text)) => call.trace_context = str::from_utf8(text).ok()?,
+            _ => return None,
+        }
+    }
+    Some(call)
+}
+
+/// Responses of an encoded `OpenCallStreamResponse` that has nothing else and no failure. None if it has anything else,
+/// has no responses, is encoded in an unusual way or is malformed.
+pub fn responses_only(message: &[u8]) -> Option<Responses<'_>> {
+    let mut responses = Responses::default();
+    let mut numbers = Fields::new(&[]);
+    let mut has_numbers = false;
+    let mut fields = Fields::new(message);
+    while let Some(field) = fields.next().ok()? {
+        match field {
+            (2, Value::Bytes(response)) => responses.others.push(read_response(response)?),
+            (5, Value::Bytes(packed)) if !has_numbers => (numbers, has_numbers) = (Fields::new(packed), true),
+            (6, Value::Bytes(response)) => responses.whole.push((numbers.packed().ok()??, response)),
+            _ => return None,
+        }
+    }
+    let is_empty = responses.whole.is_empty() && responses.others.is_empty();
+    (numbers.packed().ok()?.is_none() && !is_empty).then_some(responses)
+}
+
+fn read_response(message: &[u8]) -> Option<(u64, i32, &[u8])> {
+    let (mut number, mut kind, mut response) = (0, 0, &[][..]);
+    let mut fields = Fields::new(message);
+    while let Some(field) = fields.next().ok()? {
+        match field {
+            (1, Value::Varint(value)) => number = value,
+            (2, Value::Bytes(value)) => response = value,
+            (3, Value::Varint(value)) if value as i32 != FAILED => kind = value as i32,
+            _ => return None,
+        }
+    }
+    Some((number, kind, response))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn responses_are_read_in_order() {
+        let message = [18, 7, 8, 9, 18, 1, 65, 24, 1, 42, 3, 7, 0x80, 1, 50, 1, 66, 50, 0];
+        let expected = Responses { whole: vec![(7, b"B"), (128, b"")], others: vec![(9, 1, b"A")] };
+        assert_eq!(responses_only(&message), Some(expected));
+    }
+
+    #[test]
+    fn messages_with_anything_else_are_left_to_others() {
+        for message in [
+            &[][..],
+            &[10, 0],                       // a hello
+            &[32, 1],                       // a pong
+            &[26, 0],                       // the end of new calls
+            &[42, 1, 7, 50, 0, 32, 1],      // a pong after a response
+            &[42, 2, 7, 8, 50, 0],          // fewer responses than numbers
+            &[42, 1, 7, 50, 0, 50, 0],      // more
+            &[42, 1, 7, 50, 0, 42, 1, 8],   // numbers in two parts
+            &[40, 7, 50, 0],                // numbers that are not packed
+            &[50, 0, 42, 1, 7],             // numbers after their responses
+            &[42, 1, 0x80, 50, 0],          // a number without an end
+            &[18, 4, 8, 9, 34, 0],          // a failure
+            &[18, 4, 8, 9, 24, 4],          // the same without details
+            &[18, 3, 8, 9],                 // cut off
+            &[18, 4, 8, 9, 40, 0],          // a field that is not defined
+            &[42, 1, 7, 50, 0, 0x80, 1, 0], // another one
+        ] {
+            assert_eq!(responses_only(message), None, "{message:?}");
+        }
+    }
+
+    #[test]
+    fn calls_are_read_with_all_their_fields() {
+        let message = [26, 14, 8, 9, 16, 2, 26, 1, 65, 32, 1, 40, 7, 50, 1, 97, 26, 0];
+        let call = Call { number: 9, method: 2, request: b"A", more: true, time_left_ms: Some(7), trace_context: "a" };
+        assert_eq!(calls_only(&message), Some(vec![call, Call::default()]));
+        for message in [&[][..], &[26, 0, 32, 1], &[26, 0, 18, 1, 1], &[26, 3, 50, 1, 0xFF], &[26, 2, 56, 0], &[26, 1]]
+        {
+            assert_eq!(calls_only(message), None, "{message:?}");
+        }
+    }
+}

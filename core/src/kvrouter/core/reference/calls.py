@@ -1,0 +1,61 @@
+"""Reads the messages of call streams that have only calls or only responses, as nearly all do."""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from kvrouter.core.interface import Call, Responses
+from kvrouter.v1.calls_pb2 import CallResponseKind, OpenCallStreamRequest, OpenCallStreamResponse
+
+_FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
+
+
+def read_calls(message: bytes) -> list[Call] | None:
+    """Returns number, method, request, more, time_left_ms and trace_context of each call of an OpenCallStreamRequest.
+
+    None if it has anything else or no calls, is encoded in an unusual way or is malformed: then a parser of all
+    messages must read it.
+    """
+    try:
+        parsed = OpenCallStreamRequest.FromString(message)
+    except DecodeError:
+        return None
+    calls = parsed.calls
+    if not calls or not _has_only(parsed, {"calls"}) or any(len(UnknownFieldSet(call)) for call in calls):
+        return None
+    return [
+        (
+            call.number,
+            call.method,
+            call.request,
+            call.more,
+            call.time_left_ms if call.HasField("time_left_ms") else None,
+            call.trace_context,
+        )
+        for call in calls
+    ]
+
+
+def read_responses(message: bytes) -> Responses | None:
+    """Returns the responses of an encoded OpenCallStreamResponse.
+
+    The whole ones as pairs of number and response, and others as number, kind and response. None if the message has
+    anything else, a failure or no responses, is encoded in an unusual way or is malformed: then a parser of all
+    messages must read it.
+    """
+    try:
+        parsed = OpenCallStreamResponse.FromString(message)
+    except DecodeError:
+        return None
+    numbers, whole, others = parsed.whole_numbers, parsed.whole_responses, parsed.responses
+    if len(numbers) != len(whole) or not (whole or others):
+        return None
+    if not _has_only(parsed, {"responses", "whole_numbers", "whole_responses"}):
+        return None
+    if any(other.kind == _FAILED or other.HasField("failure") or len(UnknownFieldSet(other)) for other in others):
+        return None
+    return list(zip(numbers, whole, strict=True)), [(other.number, other.kind, other.response) for other in others]
+
+
+def _has_only(message: Message, fields: set[str]) -> bool:
+    return not len(UnknownFieldSet(message)) and {field.name for field, _ in message.ListFields()} <= fields

@@ -1,0 +1,113 @@
+"""Messages of call streams that have only calls or only responses are read without a parser of messages."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+from kvrouter.core import IMPLEMENTATIONS, read_calls, read_responses
+from kvrouter.core.reference import calls as reference
+from kvrouter.v1.calls_pb2 import (
+    CallFailure,
+    CallRequest,
+    CallResponse,
+    CallStreamClientHello,
+    CallStreamDraining,
+    CallStreamServerHello,
+    OpenCallStreamRequest,
+    OpenCallStreamResponse,
+)
+
+pytestmark = pytest.mark.skipif(IMPLEMENTATIONS["read_calls"] != "native", reason="the native core is not built")
+
+_NUMBERS = st.integers(0, (1 << 64) - 1)
+_CALLS = st.lists(
+    st.builds(
+        CallRequest,
+        number=_NUMBERS,
+        method=st.integers(0, (1 << 32) - 1),
+        request=st.binary(max_size=200),
+        more=st.booleans(),
+        time_left_ms=st.none() | st.integers(0, (1 << 32) - 1),
+        trace_context=st.text(max_size=5),
+    ),
+    max_size=3,
+)
+_WHOLE = st.lists(st.tuples(_NUMBERS, st.binary(max_size=200)), max_size=3)
+_OTHERS = st.lists(
+    st.builds(CallResponse, number=_NUMBERS, response=st.binary(max_size=200), kind=st.integers(-5, 5)), max_size=3
+)
+
+
+def _responses(whole: list[tuple[int, bytes]], others: list[CallResponse], **fields: object) -> bytes:
+    return OpenCallStreamResponse(
+        whole_numbers=[number for number, _ in whole],
+        whole_responses=[response for _, response in whole],
+        responses=others,
+        **fields,  # type: ignore[arg-type]
+    ).SerializeToString()
+
+
+@given(_CALLS)
+def test_calls_are_read_as_by_the_reference(calls: list[CallRequest]) -> None:
+    encoded = OpenCallStreamRequest(calls=calls).SerializeToString()
+
+    read = read_calls(encoded)
+
+    assert read == reference.read_calls(encoded)
+    assert [call[0] for call in read or ()] == [call.number for call in calls]
+
+
+@given(_WHOLE, _OTHERS)
+def test_responses_are_read_as_by_the_reference(whole: list[tuple[int, bytes]], others: list[CallResponse]) -> None:
+    encoded = _responses(whole, others)
+
+    read = read_responses(encoded)
+
+    assert read == reference.read_responses(encoded)
+    if read is not None:
+        assert read == (whole, [(other.number, other.kind, other.response) for other in others])
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"client_hello": CallStreamClientHello()}, {"cancelled": [1]}, {"ping": 0}, {"calls": []}],
+    ids=str,
+)
+def test_calls_with_anything_else_are_left_to_the_parser(field: dict[str, object]) -> None:
+    encoded = OpenCallStreamRequest(**{"calls": [CallRequest(number=1)]} | field).SerializeToString()  # type: ignore[arg-type]
+
+    assert read_calls(encoded) is reference.read_calls(encoded) is None
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"server_hello": CallStreamServerHello()},
+        {"responses": [CallResponse(number=1, failure=CallFailure())]},
+        {"responses": [CallResponse(number=1, kind=4)]},
+        {"draining": CallStreamDraining()},
+        {"pong": 0},
+        {"whole_numbers": [1, 2]},
+        {"whole_responses": []},
+    ],
+    ids=str,
+)
+def test_responses_with_anything_else_are_left_to_the_parser(field: dict[str, object]) -> None:
+    message = OpenCallStreamResponse(**{"whole_numbers": [1], "whole_responses": [b"a"]} | field)  # type: ignore[arg-type]
+    encoded = message.SerializeToString()
+
+    assert read_responses(encoded) is reference.read_responses(encoded) is None
+
+
+@given(_CALLS.filter(bool), _WHOLE.filter(bool), _OTHERS, st.data())
+def test_a_damaged_message_is_read_as_by_the_reference_or_not_at_all(
+    calls: list[CallRequest], whole: list[tuple[int, bytes]], others: list[CallResponse], data: st.DataObject
+) -> None:
+    for encoded, read, expected in (
+        (OpenCallStreamRequest(calls=calls).SerializeToString(), read_calls, reference.read_calls),
+        (_responses(whole, others), read_responses, reference.read_responses),
+    ):
+        damaged = bytearray(encoded)
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+
+        assert read(bytes(damaged)) in (None, expected(bytes(damaged)))  # type: ignore[operator]
