@@ -54,6 +54,9 @@ _PREFIX: Final = struct.Struct(">BI")
 """Prefix of a gRPC message: compression and length."""
 _PREFIX_BYTES: Final = _PREFIX.size
 
+# Reading and comparing a member of the enum takes as long as the rest of a frame's header.
+_DATA: Final = int(Kind.DATA)
+_WINDOW_UPDATE: Final = int(Kind.WINDOW_UPDATE)
 _OF_CONNECTION: Final = frozenset({Kind.SETTINGS, Kind.PING, Kind.GOAWAY})
 """Kinds of frames outside of streams."""
 _OF_STREAMS: Final = frozenset({Kind.HEADERS, Kind.PRIORITY, Kind.RST_STREAM, Kind.PUSH_PROMISE, Kind.CONTINUATION})
@@ -131,10 +134,11 @@ class MessageReader:
                 break
             position = start + length
             messages += 1
-            deliver((Compressed if compressed else bytes)(memoryview(data)[start:position]))
+            message = payload[start:position] if data is payload else bytes(memoryview(data)[start:position])
+            deliver(Compressed(message) if compressed else message)
         if begun:
             del begun[:position]
-        else:
+        elif position < len(data):
             begun += payload[position:]
         return messages
 
@@ -186,7 +190,7 @@ class Http2Side(ABC):
         if not self.has_begun and not (data := self._take_preface(data)):
             return
         # The read and its frames with little data, less what their messages restore.
-        fruitless = int(len(data) < _LEAST_USEFUL_BYTES)
+        fruitless: int = len(data) < _LEAST_USEFUL_BYTES
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
         while end - position >= HEADER_BYTES and not self.is_over:
@@ -198,19 +202,19 @@ class Http2Side(ABC):
             if position > end:
                 position = start - HEADER_BYTES
                 break
-            if kind == Kind.DATA:
+            if kind == _DATA:
                 payload = buffer[start:position]
                 if self._headers is not None:
                     raise UnexpectedData(stream)
                 self._consumed += length
                 if flags & PADDED:
                     payload = _unpadded(payload)
-                fruitless += int(len(payload) < _LEAST_USEFUL_BYTES)
+                fruitless += len(payload) < _LEAST_USEFUL_BYTES
                 fruitless -= self._take_data(stream, flags, payload, length)
                 if fruitless and not self.flood.spend(fruitless):
                     raise Flood
                 fruitless = 0
-            elif kind == Kind.WINDOW_UPDATE and length == _SIZES[kind] and self._headers is None:
+            elif kind == _WINDOW_UPDATE and length == _SIZES[kind] and self._headers is None:
                 # A peer sends several for each short message.
                 if not self.flood.spend():
                     raise Flood
