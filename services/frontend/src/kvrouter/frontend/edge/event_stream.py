@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from email.utils import formatdate
 from functools import lru_cache
@@ -58,18 +57,18 @@ class StepWriter:
     """Collects the writes of a step of the event loop. Each client gets them in order."""
 
     def __init__(self) -> None:
-        self.pending: defaultdict[asyncio.Transport, list[bytes]] = defaultdict(list)
+        self.pending: dict[asyncio.Transport, list[bytes]] = {}
         """What is collected, by client."""
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
         """Writes data to a client when this step ends, or with the next ``flush``."""
         if not self.pending:
             asyncio.get_running_loop().call_soon(self.flush)
-        self.pending[transport].append(data)
+        self.pending.setdefault(transport, []).append(data)
 
     def flush(self) -> None:
         """Writes everything collected at once. Output of departed clients is dropped."""
-        pending, self.pending = self.pending, defaultdict(list)
+        pending, self.pending = self.pending, {}
         for transport, data in pending.items():
             if not transport.is_closing():  # Otherwise aiohttp cancels the handler.
                 transport.write(b"".join(data))
