@@ -1,9 +1,12 @@
-//! Reads the messages of call streams that have only calls or only responses, as nearly all do.
+//! Reads the messages of call streams that have only calls or only responses, as nearly all do, and writes them.
 
-use crate::wire::{Fields, Value};
+use crate::wire::{Fields, Value, Writer};
 
 /// The kind of a response that is a failure.
 const FAILED: i32 = 4;
+
+/// Upper bound of the bytes of an item besides its request or response, and its trace context.
+const ITEM_BYTES: usize = 64;
 
 /// A `CallRequest`.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -83,6 +86,40 @@ fn read_response(message: &[u8]) -> Option<(u64, i32, &[u8])> {
         }
     }
     Some((number, kind, response))
+}
+
+/// Adds a call to an encoded `OpenCallStreamRequest`.
+pub fn write_call(message: &mut Writer, call: &Call<'_>) {
+    let mut item = Writer(Vec::with_capacity(call.request.len() + call.trace_context.len() + ITEM_BYTES));
+    item.varint(1, call.number);
+    item.varint(2, call.method.into());
+    if !call.request.is_empty() {
+        item.bytes(3, call.request);
+    }
+    item.varint(4, call.more.into());
+    if let Some(milliseconds) = call.time_left_ms {
+        item.raw_varint(5 << 3);
+        item.raw_varint(milliseconds.into());
+    }
+    if !call.trace_context.is_empty() {
+        item.bytes(6, call.trace_context.as_bytes());
+    }
+    message.bytes(3, &item.0);
+}
+
+/// Adds a response that is not whole to an encoded `OpenCallStreamResponse`. That of a failure is an encoded
+/// `CallFailure`.
+pub fn write_response(message: &mut Writer, number: u64, kind: i32, response: &[u8]) {
+    let mut item = Writer(Vec::with_capacity(response.len() + ITEM_BYTES));
+    item.varint(1, number);
+    if kind != FAILED && !response.is_empty() {
+        item.bytes(2, response);
+    }
+    item.varint(3, kind as u64);
+    if kind == FAILED {
+        item.bytes(4, response);
+    }
+    message.bytes(2, &item.0);
 }
 
 #[cfg(test)]

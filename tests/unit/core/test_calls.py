@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, strategies as st
-from kvrouter.core import IMPLEMENTATIONS, read_calls, read_responses
+from kvrouter.core import IMPLEMENTATIONS, read_calls, read_responses, write_calls, write_responses
 from kvrouter.core.reference import calls as reference
 from kvrouter.v1.calls_pb2 import (
     CallFailure,
     CallRequest,
     CallResponse,
+    CallResponseKind,
     CallStreamClientHello,
     CallStreamDraining,
     CallStreamServerHello,
@@ -55,6 +56,7 @@ def test_calls_are_read_as_by_the_reference(calls: list[CallRequest]) -> None:
 
     assert read == reference.read_calls(encoded)
     assert [call[0] for call in read or ()] == [call.number for call in calls]
+    assert write_calls(read or []) == reference.write_calls(read or []) == encoded
 
 
 @given(_WHOLE, _OTHERS)
@@ -66,6 +68,7 @@ def test_responses_are_read_as_by_the_reference(whole: list[tuple[int, bytes]], 
     assert read == reference.read_responses(encoded)
     if read is not None:
         assert read == (whole, [(other.number, other.kind, other.response) for other in others])
+        assert write_responses(*read) == reference.write_responses(*read) == encoded
 
 
 @pytest.mark.parametrize(
@@ -97,6 +100,16 @@ def test_responses_with_anything_else_are_left_to_the_parser(field: dict[str, ob
     encoded = message.SerializeToString()
 
     assert read_responses(encoded) is reference.read_responses(encoded) is None
+
+
+@given(st.builds(CallFailure, code=st.integers(0, 20), message=st.text(max_size=20)))
+def test_failures_are_written_as_by_the_reference(failure: CallFailure) -> None:
+    failed = (7, CallResponseKind.CALL_RESPONSE_KIND_FAILED, failure.SerializeToString())
+
+    written = write_responses([], [failed])
+
+    assert written == reference.write_responses([], [failed])
+    assert OpenCallStreamResponse.FromString(written).responses[0].failure == failure
 
 
 @given(_CALLS.filter(bool), _WHOLE.filter(bool), _OTHERS, st.data())

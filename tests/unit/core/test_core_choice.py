@@ -27,6 +27,8 @@ NAMES = {
     "read_tokens",
     "tokens_from_json",
     "tokens_to_json",
+    "write_calls",
+    "write_responses",
 }
 SHOW = "import kvrouter.core as core; print(core.IMPLEMENTATION, *sorted(set(core.IMPLEMENTATIONS.values())))"
 

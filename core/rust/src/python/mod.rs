@@ -18,7 +18,7 @@ mod shared;
 mod vocabulary;
 
 pub use cache_recency::CacheRecency;
-pub use calls::{read_calls, read_responses};
+pub use calls::{read_calls, read_responses, write_calls, write_responses};
 pub use event_batch::EventBatch;
 pub use event_recorder::EventRecorder;
 pub use forecast::ForecastModel;

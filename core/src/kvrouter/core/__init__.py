@@ -103,6 +103,8 @@ if TYPE_CHECKING:
         sequence_hashes,
         tokens_from_json,
         tokens_to_json,
+        write_calls,
+        write_responses,
     )
 else:
     globals().update((name, chosen) for name, (_, chosen) in _chosen.items())
@@ -143,4 +145,6 @@ __all__ = [
     "sequence_hashes",
     "tokens_from_json",
     "tokens_to_json",
+    "write_calls",
+    "write_responses",
 ]

@@ -5,7 +5,7 @@ Randomized tests compare the Rust core with it. It also runs on machines without
 
 from kvrouter.core.reference.active_sequences import ActiveSequences
 from kvrouter.core.reference.cache_recency import CacheRecency
-from kvrouter.core.reference.calls import read_calls, read_responses
+from kvrouter.core.reference.calls import read_calls, read_responses, write_calls, write_responses
 from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.event_recorder import EventRecorder
 from kvrouter.core.reference.hashing import local_hashes, sequence_hashes
@@ -34,4 +34,6 @@ __all__ = [
     "sequence_hashes",
     "tokens_from_json",
     "tokens_to_json",
+    "write_calls",
+    "write_responses",
 ]

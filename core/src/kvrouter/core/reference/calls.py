@@ -1,4 +1,4 @@
-"""Reads the messages of call streams that have only calls or only responses, as nearly all do."""
+"""Reads the messages of call streams that have only calls or only responses, as nearly all do, and writes them."""
 
 from __future__ import annotations
 
@@ -55,6 +55,38 @@ def read_responses(message: bytes) -> Responses | None:
     if any(other.kind == _FAILED or other.HasField("failure") or len(UnknownFieldSet(other)) for other in others):
         return None
     return list(zip(numbers, whole, strict=True)), [(other.number, other.kind, other.response) for other in others]
+
+
+def write_calls(calls: list[Call]) -> bytes:
+    """Returns an encoded OpenCallStreamRequest with calls, as ``read_calls`` returns them."""
+    message = OpenCallStreamRequest()
+    for number, method, request, more, time_left_ms, trace_context in calls:
+        message.calls.add(
+            number=number,
+            method=method,
+            request=request,
+            more=more,
+            time_left_ms=time_left_ms,
+            trace_context=trace_context,
+        )
+    return message.SerializeToString()
+
+
+def write_responses(whole: list[tuple[int, bytes]], others: list[tuple[int, int, bytes]]) -> bytes:
+    """Returns an encoded OpenCallStreamResponse with responses, as ``read_responses`` returns them.
+
+    The response of one that is a failure is an encoded CallFailure.
+    """
+    message = OpenCallStreamResponse()
+    for number, kind, response in others:
+        item = message.responses.add(number=number, kind=kind)
+        if kind == _FAILED:
+            item.failure.ParseFromString(response)
+        else:
+            item.response = response
+    message.whole_numbers.extend(number for number, _ in whole)
+    message.whole_responses.extend(response for _, response in whole)
+    return message.SerializeToString()
 
 
 def _has_only(message: Message, fields: set[str]) -> bool:

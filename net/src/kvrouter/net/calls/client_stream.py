@@ -11,7 +11,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
-from kvrouter.core import read_responses
+from kvrouter.core import Call, read_responses, write_calls
 from kvrouter.net.budgets import FloodBudget
 from kvrouter.net.calls.errors import (
     CallTimedOut,
@@ -202,19 +202,18 @@ class ClientStream:
             if self.draining:
                 self.on_draining()
             return None
-        message = OpenCallStreamRequest()
         room = self._message_bytes - ITEM_BYTES
-        if self._cancelled:
+        head = b""
+        if self._cancelled or self._ping:
             count = min(len(self._cancelled), room // 4 // _CANCEL_BYTES)
-            message.cancelled.extend([self._cancelled.popleft() for _ in range(count)])
+            cancelled = [self._cancelled.popleft() for _ in range(count)]
+            head = OpenCallStreamRequest(cancelled=cancelled, ping=self._ping or None).SerializeToString()
             room -= _CANCEL_BYTES * count
-        if self._ping:
-            message.ping, self._ping = self._ping, 0
+            self._ping = 0
         # A long request gets part of the message, however many short ones wait.
         part = self._part_bytes + _CALL_BYTES
         kept = part if self._long else 0
-        sent = 0
-        add = message.calls.add
+        calls: list[Call] = []
         for lane in (self._urgent, self._short):
             while lane:
                 call = next(iter(lane))
@@ -222,25 +221,19 @@ class ClientStream:
                 if size > room - kept:
                     break
                 room -= size
-                sent += 1
                 self._number(call)
-                left = call.time_left_ms()
-                add(number=call.number, method=call.method, request=call.request, time_left_ms=left)
-                if call.trace:
-                    message.calls[-1].trace_context = call.trace
+                calls.append((call.number, call.method, call.request, False, call.time_left_ms(), call.trace))
                 self._in_latest_message.append(call)
                 self._leave_lane(call)
         parts: list[bytes | memoryview] = []
         while self._long and room >= part:
             parts += self._encoded_part(next(iter(self._long)))
             room -= part
-            sent += 1
-        if not sent and not message.HasField("ping") and not message.cancelled:
+        if not (calls or parts or head):
             return None
         self.counts.messages_sent += 1
-        self.counts.items_sent += sent
-        encoded = message.SerializeToString()
-        return b"".join((encoded, *parts)) if parts else encoded
+        self.counts.items_sent += len(calls) + len(parts) // 2
+        return b"".join((head, write_calls(calls), *parts))
 
     def receive(self, encoded: bytes) -> None:
         """Processes a message of the server.

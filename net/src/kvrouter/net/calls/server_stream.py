@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
-from kvrouter.core import Call, read_calls
+from kvrouter.core import Call, read_calls, write_responses
 from kvrouter.net.calls.errors import ProtocolViolation, parse
 from kvrouter.net.calls.limits import ITEM_BYTES, SPARSE_PINGS, VERSION, CallLimits, CallStreamCounts
-from kvrouter.net.calls.server_call import PART, Method, ServerCall
+from kvrouter.net.calls.server_call import FAILED, PART, Method, ServerCall
 from kvrouter.net.logs import get_logger
 from kvrouter.v1.calls_pb2 import (
     CallFailure,
+    CallStreamDraining,
     CallStreamServerHello,
     OpenCallStreamRequest,
     OpenCallStreamResponse,
@@ -103,7 +104,7 @@ class ServerStream:
         self._unfinished: dict[int, _Unfinished] = {}
         self._unfinished_bytes = 0
         self._last_number = 0
-        self._queue: deque[tuple[ServerCall, int, bytes | CallFailure]] = deque()
+        self._queue: deque[tuple[ServerCall, int, bytes]] = deque()
         self._offset = 0
         """Bytes of the first queued response sent in parts."""
         self._unread_bytes = 0
@@ -187,21 +188,17 @@ class ServerStream:
             if self._announced and self.drained:
                 self.on_drained()
             return None
-        message = OpenCallStreamResponse()
-        if self._hello is not None:
-            message.server_hello.CopyFrom(self._hello)
-            self._hello = None
-            self.counts.messages_sent += 1
-            return message.SerializeToString()
-        if self._pong is not None:
-            message.pong, self._pong = self._pong, None
-        if announces:
-            self._announced = True
-            message.draining.last_call = self._last_number
-        sent = self._add_responses(message)
         self.counts.messages_sent += 1
-        self.counts.items_sent += sent
-        return message.SerializeToString()
+        if self._hello is not None:
+            hello, self._hello = self._hello, None
+            return OpenCallStreamResponse(server_hello=hello).SerializeToString()
+        head = b""
+        if self._pong is not None or announces:
+            draining = CallStreamDraining(last_call=self._last_number) if announces else None
+            head = OpenCallStreamResponse(pong=self._pong, draining=draining).SerializeToString()
+            self._pong = None
+            self._announced |= announces
+        return head + self._encoded_responses()
 
     def lose(self) -> None:
         """Ends every call because the stream has ended."""
@@ -231,11 +228,10 @@ class ServerStream:
         if kind:
             del self._calls[call.number]
             self.counts.running -= 1
-        if isinstance(response, bytes):
-            size = ITEM_BYTES + len(response)
-        else:
-            size = ITEM_BYTES + response.ByteSize()
+        if isinstance(response, CallFailure):
             self.counts.failed[from_parts(response.code, response.message).code.name] += 1
+            response = response.SerializeToString()
+        size = ITEM_BYTES + len(response)
         call.unread_bytes += size
         limits, counts = self._limits, self.counts
         if self._unread_bytes >= limits.unread_stream_bytes or counts.unread_bytes >= limits.server_unread_bytes:
@@ -252,47 +248,43 @@ class ServerStream:
         call.fail(TooMuchUnread(f"{call.unread_bytes} bytes of output wait to be read"))
         call.cancelled()
 
-    def _add_responses(self, message: OpenCallStreamResponse) -> int:
-        """Adds responses up to the limit, in order. Returns the number of items added."""
+    def _encoded_responses(self) -> bytes:
+        """Returns responses up to the limit, in order, encoded."""
         room = self._message_bytes - 2 * ITEM_BYTES
-        queue, add = self._queue, message.responses.add
-        add_number, add_whole = message.whole_numbers.append, message.whole_responses.append
+        queue = self._queue
+        whole: list[tuple[int, bytes]] = []
+        others: list[tuple[int, int, bytes]] = []
         in_parts: set[int] = set()
         part = self._part_bytes + ITEM_BYTES
-        sent = 0
         while queue:
             call, kind, response = queue[0]
-            size = ITEM_BYTES + (len(response) if isinstance(response, bytes) else response.ByteSize())
-            taken = min(size, part) if isinstance(response, bytes) else size
+            number, size = call.number, ITEM_BYTES + len(response)
+            taken = size if kind == FAILED else min(size, part)
             if taken > room:
                 break
-            if not isinstance(response, bytes):
-                add(number=call.number, kind=kind, failure=response)
-            elif size > part:
+            if taken < size:
                 start = self._offset
                 self._offset = end = start + self._part_bytes
-                in_parts.add(call.number)
+                in_parts.add(number)
                 if end < len(response):
-                    add(number=call.number, response=response[start:end], kind=PART)
+                    others.append((number, PART, response[start:end]))
                     room -= taken
-                    sent += 1
                     continue
                 self._offset = 0
-                add(number=call.number, response=response[start:], kind=kind)
+                others.append((number, kind, response[start:]))
             elif kind:
-                add(number=call.number, response=response, kind=kind)
-            elif call.number in in_parts:
+                others.append((number, kind, response))
+            elif number in in_parts:
                 break  # In this message it would precede the parts of an earlier response.
             else:
-                add_number(call.number)
-                add_whole(response)
+                whole.append((number, response))
             room -= taken
-            sent += 1
             queue.popleft()
             call.unread_bytes -= size
             self._unread_bytes -= size
             self.counts.unread_bytes -= size
-        return sent
+        self.counts.items_sent += len(whole) + len(others)
+        return write_responses(whole, others)
 
     def _cancel(self, number: int) -> None:
         if self._announced and number > self._last_number:
