@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import grpc
 import hpack
 from kvrouter.net.http2.frames import (
+    DATA,
     END_HEADERS,
     END_STREAM,
     INITIAL_WINDOW_BYTES,
@@ -136,7 +137,9 @@ class Http2Call(Http2Side):
         """Returns the bytes to write now, and forgets them."""
         chunks, self._replies, self._answer_bytes = self._replies, [], 0
         head, body, most = self._unsent_prefix, self._unsent, self._max_frame
-        left = size = max(0, min(len(head) + len(body), self._window, self._connection_window))
+        left = size = len(head) + len(body)
+        if size > self._window or size > self._connection_window:
+            left = size = max(0, min(self._window, self._connection_window))
         self._window -= size
         self._connection_window -= size
         self.flood.earn(ITEMS_OF_SENT_FRAME * -(-size // most))
@@ -145,7 +148,7 @@ class Http2Call(Http2Side):
             left -= size
             first = head[:size]
             rest = size - len(first)
-            chunks += (frame_header(size, Kind.DATA, 0, _STREAM), first, body[:rest])
+            chunks += (frame_header(size, DATA, 0, _STREAM), first, body[:rest])
             head, body = head[size:], body[rest:]
         self._unsent_prefix, self._unsent = head, body or b""
         self.blocked = bool(head or body)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvrouter.net.http2.frames import (
+    DATA,
     END_STREAM,
     HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
@@ -117,8 +118,8 @@ class ReceivedCalls(Http2Side):
         """Adds the unsent data of a call to the bytes to write, as far as there is room."""
         data, start, end = memoryview(call.unsent), 0, len(call.unsent)
         while start < end:
-            room = min(_MAX_UNWRITTEN_BYTES - self._unwritten, _TURN_BYTES - start)
-            size = min(end - start, call.window, self._connection_window, self._max_frame, room)
+            room = _MAX_UNWRITTEN_BYTES - self._unwritten
+            size = min(end - start, _TURN_BYTES - start, call.window, self._connection_window, self._max_frame, room)
             if size <= 0:
                 call.unsent = data[start:]
                 self._waiting[call] = None
@@ -126,7 +127,7 @@ class ReceivedCalls(Http2Side):
             call.window -= size
             self._connection_window -= size
             self.flood.earn(ITEMS_OF_SENT_FRAME)
-            self._replies += (frame_header(size, Kind.DATA, 0, call.number), data[start : start + size])
+            self._replies += (frame_header(size, DATA, 0, call.number), data[start : start + size])
             self._unwritten += HEADER_BYTES + size
             start += size
         call.unsent = b""

@@ -16,6 +16,7 @@ import hpack
 from kvrouter.net.budgets import FloodBudget
 from kvrouter.net.http2.frames import (
     ACK,
+    DATA,
     END_HEADERS,
     HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
@@ -24,6 +25,7 @@ from kvrouter.net.http2.frames import (
     MOST_MAX_FRAME_BYTES,
     PADDED,
     PRIORITY,
+    WINDOW_UPDATE,
     Kind,
     Setting,
     frame,
@@ -54,9 +56,6 @@ _PREFIX: Final = struct.Struct(">BI")
 """Prefix of a gRPC message: compression and length."""
 _PREFIX_BYTES: Final = _PREFIX.size
 
-# Reading and comparing a member of the enum takes as long as the rest of a frame's header.
-_DATA: Final = int(Kind.DATA)
-_WINDOW_UPDATE: Final = int(Kind.WINDOW_UPDATE)
 _OF_CONNECTION: Final = frozenset({Kind.SETTINGS, Kind.PING, Kind.GOAWAY})
 """Kinds of frames outside of streams."""
 _OF_STREAMS: Final = frozenset({Kind.HEADERS, Kind.PRIORITY, Kind.RST_STREAM, Kind.PUSH_PROMISE, Kind.CONTINUATION})
@@ -202,7 +201,7 @@ class Http2Side(ABC):
             if position > end:
                 position = start - HEADER_BYTES
                 break
-            if kind == _DATA:
+            if kind == DATA:
                 payload = buffer[start:position]
                 if self._headers is not None:
                     raise UnexpectedData(stream)
@@ -214,7 +213,7 @@ class Http2Side(ABC):
                 if fruitless and not self.flood.spend(fruitless):
                     raise Flood
                 fruitless = 0
-            elif kind == _WINDOW_UPDATE and length == _SIZES[kind] and self._headers is None:
+            elif kind == WINDOW_UPDATE and length == _SIZES[kind] and self._headers is None:
                 # A peer sends several for each short message.
                 if not self.flood.spend():
                     raise Flood
