@@ -182,8 +182,11 @@ class BookingUpdates:
     def prefill_complete(self, booking: LiveBooking, handover_us: int | None = None) -> pb.BookingUpdate:
         """Marks the prompt as computed and returns the update that reports it. ``handover_us`` as in the contract."""
         booking.prefill_complete = True
-        marking = pb.MarkPrefillCompleteRequest(booking=booking.key, handover_us=handover_us)
-        return pb.BookingUpdate(prefill_complete=marking)
+        update = pb.BookingUpdate()
+        update.prefill_complete.booking.CopyFrom(booking.key)
+        if handover_us is not None:
+            update.prefill_complete.handover_us = handover_us
+        return update
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> pb.BookingUpdate | None:
         """Sets the number of output tokens. Returns an update only if the request needs a further block."""
@@ -191,7 +194,11 @@ class BookingUpdates:
         if output_tokens <= booking.room:
             return None
         booking.room = output_tokens + -(booking.prompt_tokens + output_tokens) % booking.block_size
-        return pb.BookingUpdate(output=pb.ReportOutputRequest(booking=booking.key, output_tokens=output_tokens))
+        update = pb.BookingUpdate()
+        output = update.output  # Made in place: a message given to another one is copied.
+        output.booking.CopyFrom(booking.key)
+        output.output_tokens = output_tokens
+        return update
 
     def free(self, booking: LiveBooking) -> pb.FreeRequest:
         """Ends a booking, and adds the update that frees it. Returns its message, for what else it says."""
