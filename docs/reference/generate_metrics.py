@@ -24,7 +24,7 @@ from kvrouter.frontend.text.client_work import ClientWork
 from kvrouter.frontend.text.text_models import TextModels
 from kvrouter.indexer.replica.metrics import IndexerMetrics
 from kvrouter.mocker.handover import Handover
-from kvrouter.mocker.metrics import expose_load, lateness_histogram
+from kvrouter.mocker.metrics import Loads, lateness_histogram
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.discovery.static_directory import StaticDiscovery
@@ -126,7 +126,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
     yield "Sidecar", sidecar
     mocker = CollectorRegistry()
     lateness_histogram(mocker)
-    expose_load({}, mocker)
+    mocker.register(Loads({}))
     Handover(block_size=1, transfer=KvTransfer(), lease_seconds=1, concurrent=False, clock_factor=1, registry=mocker)
     _Connections(MagicMock(), mocker, "mocker_blocks")
     yield "Mocker", mocker

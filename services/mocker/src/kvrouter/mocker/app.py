@@ -17,7 +17,7 @@ from kvrouter.mocker.engine.config import EngineConfig, TierConfig
 from kvrouter.mocker.engine.implementation import make_engines
 from kvrouter.mocker.handover import Handover
 from kvrouter.mocker.logprobs import Logprobs
-from kvrouter.mocker.metrics import expose_load, lateness_histogram
+from kvrouter.mocker.metrics import Loads, lateness_histogram
 from kvrouter.mocker.poison import Poison
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.tiers import storage_tiers
@@ -153,7 +153,7 @@ def make_drivers(
         )
         for dp_rank, engine in enumerate(engines)
     }
-    expose_load(drivers, registry)
+    registry.register(Loads(drivers))
     return drivers
 
 
