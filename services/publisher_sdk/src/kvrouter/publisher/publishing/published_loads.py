@@ -16,26 +16,20 @@ class PublishedLoads:
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
-        self._published: dict[int, tuple[bytes, float]] = {}
+        self._published: dict[int, tuple[LoadReport, float]] = {}
 
     def is_news(self, report: LoadReport, now: float) -> bool:
         """Returns whether a report says anything new, or Schedulers would soon forget the last one.
 
         ``now``: seconds of a monotonic clock.
         """
-        load, due = self._published.get(report.rank.dp_rank, (b"", now))
-        return now >= due or _load_of(report) != load
+        last, due = self._published.get(report.rank.dp_rank, (report, now))
+        if now >= due:
+            return True
+        last.measured_unix_ns, last.sequence = report.measured_unix_ns, report.sequence
+        return last != report
 
     def published(self, report: LoadReport, now: float) -> None:
         """Records a published report. ``now``: seconds of the same clock."""
         due = now + SAME_LOAD_SECONDS * self._rng.uniform(_JITTER, 1.0)
-        self._published[report.rank.dp_rank] = _load_of(report), due
-
-
-def _load_of(report: LoadReport) -> bytes:
-    """Returns what a report says, without its time and number."""
-    load = LoadReport()
-    load.CopyFrom(report)
-    load.ClearField("measured_unix_ns")
-    load.ClearField("sequence")
-    return load.SerializeToString(deterministic=True)
+        self._published[report.rank.dp_rank] = report, due
