@@ -219,17 +219,13 @@ class WorkerServer:
 
     async def _get_rank_state(self, data: bytes, context: ReceivedCall) -> None:
         rank = self._rank(_parse(pb.GetRankStateRequest, data).dp_rank)
-        # In a thread, as in GetEvents: encoding a large rank on the loop would delay the output of other requests.
-        chunks = await asyncio.to_thread(rank.state_chunks)
-        while (chunk := await asyncio.to_thread(_next_encoded, chunks)) is not None:
-            # Waits until the client reads it, so that a slow client does not make the worker buffer the whole response.
-            await context.write(chunk)
+        await _write_all(_state_chunks(rank), context)
 
     async def _get_events(self, data: bytes, context: ReceivedCall) -> None:
         request = _parse(pb.GetEventsRequest, data)
         rank = self._rank(request.dp_rank)
         try:
-            batches = await asyncio.to_thread(rank.events, request.start, request.until_event_id)
+            await _write_all(_event_responses(rank, request), context)
         except EventsGone as error:
             raise RequestRefused(
                 str(error),
@@ -238,9 +234,6 @@ class WorkerServer:
                 field="start",
                 advice="Fetch the rank's state instead.",
             ) from None
-        responses = (pb.GetEventsResponse(batch=batch) for batch in batches)
-        while (response := await asyncio.to_thread(_next_encoded, responses)) is not None:
-            await context.write(response)
 
     async def _get_load(self, data: bytes, _context: ReceivedCall) -> pb.GetLoadResponse:
         _parse(pb.GetLoadRequest, data)
@@ -293,6 +286,22 @@ class WorkerServer:
 
 def _encode(message: Message) -> bytes:
     return message.SerializeToString()
+
+
+def _state_chunks(rank: RankPublisher) -> Iterator[pb.GetRankStateResponse]:
+    yield from rank.state_chunks()
+
+
+def _event_responses(rank: RankPublisher, request: pb.GetEventsRequest) -> Iterator[pb.GetEventsResponse]:
+    for batch in rank.events(request.start, request.until_event_id):
+        yield pb.GetEventsResponse(batch=batch)
+
+
+async def _write_all(messages: Iterator[Message], context: ReceivedCall) -> None:
+    # Made in a thread: encoding a large rank on the loop would delay the output of other requests.
+    while (encoded := await asyncio.to_thread(_next_encoded, messages)) is not None:
+        # Waits until the client reads it, so that a slow client does not make the worker buffer the whole response.
+        await context.write(encoded)
 
 
 def _next_encoded(messages: Iterator[Message]) -> bytes | None:
