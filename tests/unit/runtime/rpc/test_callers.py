@@ -9,7 +9,14 @@ import pytest
 from kvrouter.net.auth import CallerCheck, ServiceToken, showing
 from kvrouter.net.auth.service_token import digest_line
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import RpcServer, call_stream_client, open_channel, remote, remote_on_call_stream
+from kvrouter.runtime.rpc import (
+    RpcServer,
+    call_stream_client,
+    open_channel,
+    remote,
+    remote_on_call_stream,
+    remote_on_connections,
+)
 from kvrouter.v1.errors import DependencyAway, ServiceRefused
 from kvrouter.v1.indexer_pb2 import GetStatsRequest, GetStatsResponse
 from kvrouter.v1.worker_pb2 import AbortRequest
@@ -81,6 +88,27 @@ async def test_a_call_stream_needs_the_token(check: CallerCheck, tmp_path: Path,
     finally:
         running.cancel()
         await asyncio.wait([running])
+        await server.drain(0)
+
+
+@pytest.mark.parametrize("shown", [TOKEN, OTHER], ids=["the token", "another"])
+async def test_a_call_on_a_connection_of_its_own_needs_the_token(
+    check: CallerCheck, tmp_path: Path, shown: str
+) -> None:
+    server = RpcServer("127.0.0.1:0", callers=check)
+    server.add_service(WORKER, Worker())
+    await server.start()
+    with showing(token_of(tmp_path / "shown", shown)):
+        stub = remote_on_connections(WORKER, server.endpoint(), role="worker", max_message_bytes=1 << 20)
+    responses = stub.generate(tokens(1), deadline=soon())
+    try:
+        if shown == TOKEN:
+            assert (await anext(responses)).output.token_ids == [0]
+        else:
+            with pytest.raises(ServiceRefused):
+                await anext(responses)
+    finally:
+        await responses.aclose()
         await server.drain(0)
 
 

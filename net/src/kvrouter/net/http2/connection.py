@@ -129,6 +129,15 @@ class GrpcConnection(Endpoint):
             self.end(error)
         self.wake()
 
+    @property
+    def call(self) -> Http2Call:
+        """The call."""
+        return self._call
+
+    def on_end(self, ended: Callable[[], None]) -> None:
+        """Has a function called when the call ends, and soon if it has ended."""
+        self._ended.add_done_callback(lambda _: ended())
+
     async def wait_ended(self) -> None:
         """Waits for the end of the call.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from functools import lru_cache
+from typing import Final
 from urllib.parse import unquote
 
 import grpc
@@ -81,6 +82,8 @@ class Http2Call(Http2Side):
         """Called with each message of the server."""
         self.ended: tuple[grpc.StatusCode, str] | None = None
         """The call's status, once the server has ended it."""
+        self.trailers: dict[bytes, bytes] = {}
+        """The headers with the status."""
         self.never_processed = False
         """Whether the server ended the call and said it processed nothing of it."""
         self.going_away = False
@@ -90,6 +93,10 @@ class Http2Call(Http2Side):
         self._unsent: bytes | memoryview = b""
         """A message of which a part waits for the server's window. A long one is a view: its frames are no copies."""
         self._unsent_prefix = b""
+        self._half_closes = False
+        """Whether the message is the last one."""
+        self._withheld: int | None = None
+        """Bytes that the server is not allowed to send yet; None if all are allowed at once."""
         self.blocked = False
         """Whether a part of the latest message is not written, so no further one can be sent.
 
@@ -120,9 +127,10 @@ class Http2Call(Http2Side):
         """Whether ``take`` may return bytes."""
         return bool(self._replies or self.blocked)
 
-    def send(self, message: bytes) -> None:
-        """Sends a message. The call must not be blocked."""
+    def send(self, message: bytes, *, last: bool = False) -> None:
+        """Sends a message, perhaps the last one. The call must not be blocked."""
         self.blocked = True
+        self._half_closes = last
         self._unsent_prefix = prefix(len(message))
         self._unsent = message if len(message) < LEAST_MAX_FRAME_BYTES else memoryview(message)
 
@@ -148,7 +156,8 @@ class Http2Call(Http2Side):
             left -= size
             first = head[:size]
             rest = size - len(first)
-            chunks += (frame_header(size, DATA, 0, _STREAM), first, body[:rest])
+            flags = END_STREAM if self._half_closes and size == len(head) + len(body) else 0
+            chunks += (frame_header(size, DATA, flags, _STREAM), first, body[:rest])
             head, body = head[size:], body[rest:]
         self._unsent_prefix, self._unsent = head, body or b""
         self.blocked = bool(head or body)
@@ -158,7 +167,22 @@ class Http2Call(Http2Side):
         self.ended = (code, details)
         self.is_over = True
 
+    def withhold(self) -> None:
+        """Allows the server no more bytes until ``allow_withheld``."""
+        if self._withheld is None:
+            self._withheld = 0
+
+    def allow_withheld(self) -> None:
+        """Allows the server as many bytes as were withheld, and further ones at once."""
+        more, self._withheld = self._withheld, None
+        if more:
+            self._allow(more)
+            self.wake()
+
     def _allow(self, more: int) -> None:
+        if self._withheld is not None:
+            self._withheld += more
+            return
         self._replies += (window_update(0, more), window_update(_STREAM, more))
 
     def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> int:  # noqa: ARG002 - all of it
@@ -186,6 +210,7 @@ class Http2Call(Http2Side):
             code = _HTTP_CODES.get(self._status, grpc.StatusCode.UNKNOWN)
             self._end(code, f"expected the HTTP status 200, received {self._status}")
         elif last:
+            self.trailers = headers
             self._end(*_status_of(headers))
 
     def _widen_stream(self, stream: int, more: int) -> None:
@@ -224,21 +249,28 @@ def _ignore(_message: bytes) -> None:
 
 
 def _encode_headers(path: str, authority: str, scheme: str, metadata: Metadata) -> bytes:
-    headers: list[Any] = [
-        (":method", "POST"),
-        (":scheme", scheme),
-        (":path", path),
-        (":authority", authority),
-        ("te", "trailers"),
-        ("content-type", "application/grpc"),
-        ("user-agent", "kvrouter"),
-    ]
-    headers += (hpack.NeverIndexedHeaderTuple(name, value) for name, value in metadata)
-    # Huffman codes take several times as long as the rest, to save some 50 bytes for each connection.
-    encoded = hpack.Encoder().encode(headers, huffman=False)
+    encoded = _method_headers(path, scheme) + _encode(((":authority", authority),)) + _CONSTANT_HEADERS
+    if metadata:
+        encoded += _encode(metadata)
     if len(encoded) > LEAST_MAX_FRAME_BYTES:
         raise ValueError(f"expected metadata of less than {LEAST_MAX_FRAME_BYTES} bytes, got {len(encoded)}")
     return encoded
+
+
+def _encode(headers: Metadata) -> bytes:
+    """Returns a part of a header block that uses no table of its connection."""
+    # Huffman codes take several times as long as the rest, to save some 50 bytes for each connection.
+    return hpack.Encoder().encode((hpack.NeverIndexedHeaderTuple(*header) for header in headers), huffman=False)
+
+
+@lru_cache(maxsize=64)
+def _method_headers(path: str, scheme: str) -> bytes:
+    return _encode(((":method", "POST"), (":scheme", scheme), (":path", path)))
+
+
+_CONSTANT_HEADERS: Final = _encode(
+    (("te", "trailers"), ("content-type", "application/grpc"), ("user-agent", "kvrouter"))
+)
 
 
 def _status_of(headers: dict[bytes, bytes]) -> tuple[grpc.StatusCode, str]:

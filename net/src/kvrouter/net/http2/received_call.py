@@ -38,7 +38,8 @@ _BEGINNING: Final = hpack.Encoder().encode(
         hpack.NeverIndexedHeaderTuple(":status", "200"),
         hpack.NeverIndexedHeaderTuple("content-type", "application/grpc"),
         hpack.NeverIndexedHeaderTuple("grpc-accept-encoding", "identity,deflate,gzip"),
-    ]
+    ],
+    huffman=False,  # Clients of this package decode Huffman codes slowly.
 )
 _MAX_DETAILS: Final = 2048
 _MAX_DELIVERED_BYTES: Final = 1 << 20
@@ -282,7 +283,7 @@ class ReceivedCall:
         """Returns the client's metadata. The values of an entry that it sent several times are joined with commas."""
         if self._metadata is None:
             self._metadata = tuple(
-                (name.decode("latin-1"), _from_base64(value) if name.endswith(b"-bin") else value.decode("latin-1"))
+                (name.decode("latin-1"), from_base64(value) if name.endswith(b"-bin") else value.decode("latin-1"))
                 for name, value in self.headers.items()
                 if not name.startswith(b":")
             )
@@ -405,7 +406,7 @@ class ReceivedCall:
         self.connection.append(frame(Kind.HEADERS, _BEGINNING, flags=END_HEADERS, stream=self.number))
 
 
-_OK: Final = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple("grpc-status", "0")])
+_OK: Final = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple("grpc-status", "0")], huffman=False)
 
 
 def _drop(_message: bytes) -> None:
@@ -439,7 +440,8 @@ def _decompress(message: bytes, max_bytes: int) -> bytes:
     return content
 
 
-def _from_base64(value: bytes) -> bytes:
+def from_base64(value: bytes) -> bytes:
+    """Returns the content of binary metadata; what is not encoded as it is."""
     try:
         return base64.b64decode(value + b"=" * (-len(value) % 4))
     except ValueError:

@@ -12,7 +12,7 @@ from kvrouter.indexer.index.state import RankDump
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Worker
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.runtime.rpc import open_channel, remote
+from kvrouter.runtime.rpc import remote_on_connections
 from kvrouter.v1 import worker_pb2
 from kvrouter.v1.common_pb2 import Cursor, Rank as RankMessage, RankState, Tier
 from kvrouter.v1.errors import OutOfRange
@@ -30,13 +30,9 @@ class StateTooLarge(Exception):
 
 
 def worker_at(endpoint: str, tls: Tls | None = None) -> Worker:
-    """Returns a stub of the worker at ``host:port``, whose channel is closed when nothing refers to it any more.
-
-    gRPC's ``close`` is not called, since it searches the stacks of all tasks for calls to cancel. Calls here are
-    cancelled when their tasks are.
-    """
-    channel = open_channel(endpoint, tls=tls, role="worker", max_message_bytes=_MAX_PART_BYTES)
-    return cast(Worker, remote(_DESCRIPTOR, channel))
+    """Returns a stub of the worker at ``host:port``, with the calls for its state."""
+    stub = remote_on_connections(_DESCRIPTOR, endpoint, tls=tls, role="worker", max_message_bytes=_MAX_PART_BYTES)
+    return cast(Worker, stub)
 
 
 async def fetch_events(worker: Worker, rank: Rank, cursor: tuple[int, int], deadline: Deadline) -> list[bytes] | None:

@@ -1,6 +1,12 @@
 """gRPC servers and stubs for the protocols in ``kvrouter.runtime.contracts``."""
 
-from kvrouter.runtime.rpc.client import call_stream_client, open_channel, remote, remote_on_call_stream
+from kvrouter.runtime.rpc.client import (
+    call_stream_client,
+    open_channel,
+    remote,
+    remote_on_call_stream,
+    remote_on_connections,
+)
 from kvrouter.runtime.rpc.guard import Guard, Metadata
 from kvrouter.runtime.rpc.server import RpcServer, not_awaited_by_drain
 
@@ -13,4 +19,5 @@ __all__ = [
     "open_channel",
     "remote",
     "remote_on_call_stream",
+    "remote_on_connections",
 ]

@@ -7,8 +7,8 @@ its call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -17,13 +17,17 @@ from google.protobuf.message_factory import GetMessageClass
 from kvrouter.net import tls as transport_security, trace_context
 from kvrouter.net.auth import HEADER, ServiceToken, shown_token
 from kvrouter.net.calls import CallStreamClient, CallStreamCounts
+from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, Metadata
 from kvrouter.net.http2.options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
+from kvrouter.net.http2.received_call import from_base64
+from kvrouter.net.http2.responses import CallFailed, Responses
+from kvrouter.net.http2.side import MessageTooLong
 from kvrouter.net.tls import Tls
 from kvrouter.net.tls.channel import OuterChannel
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc.methods import full_path, methods_by_python_name
-from kvrouter.v1.error_encoding import from_rpc_error
-from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError
+from kvrouter.v1.error_encoding import STATUS_KEY, from_rpc_error
+from kvrouter.v1.errors import DeadlineExceeded, DependencyAway, Internal, KvRouterError, TooLarge
 
 _SHOW_TOKEN = frozenset({"scheduler", "indexer", "worker"})
 """Roles of servers with a service token."""
@@ -79,16 +83,21 @@ def call_stream_client(
     The stream shows the service token of this process, if it has one, to a scheduler or an indexer, and what is derived
     from it to a worker.
     """
-    token = _token_for(role)
     return CallStreamClient(
         target,
         client_name=client_name,
         tls=tls,
         role=role,
-        metadata=lambda: ((HEADER, shown),) if token is not None and (shown := token.shown_to(role)) else (),
+        metadata=_token_metadata(role),
         counts=counts,
         ends_when_silent=ends_when_silent,
     )
+
+
+def _token_metadata(role: str) -> Callable[[], Metadata]:
+    """Returns a function that returns what this process's token now shows to a server of a role."""
+    token = _token_for(role)
+    return lambda: ((HEADER, shown),) if token is not None and (shown := token.shown_to(role)) else ()
 
 
 def _token_for(role: str) -> ServiceToken | None:
@@ -326,3 +335,73 @@ def _unary_on_stream(path: str, client: CallStreamClient, parse: Callable[[bytes
             raise Internal("the service sent a response that cannot be parsed") from None
 
     return call
+
+
+_T = TypeVar("_T")
+
+
+def remote_on_connections(
+    descriptor: ServiceDescriptor, target: str, *, tls: Tls | None = None, role: str = "", max_message_bytes: int
+) -> Any:
+    """Returns a stub with the methods of a service whose responses are streams. Each call has a connection of its own.
+
+    For servers that are called rarely: a channel of gRPC costs several times as much. Otherwise it behaves like
+    ``remote`` on a channel of ``open_channel`` with these arguments.
+    """
+    methods = methods_by_python_name(descriptor)
+    shown = _token_metadata(role)
+
+    def make(name: str) -> Callable[..., Any] | None:
+        method = methods.get(name)
+        if method is None or method.client_streaming or not method.server_streaming:
+            return None
+        path, parse = full_path(method), _parser(GetMessageClass(method.output_type).FromString)
+
+        async def call(request: Message, *, deadline: Deadline) -> AsyncGenerator[Any, None]:
+            connection = await _in_time(
+                lambda: GrpcConnection.open(
+                    target,
+                    path,
+                    tls=tls,
+                    role=role,
+                    metadata=(*_timeout_metadata(deadline), *shown(), *(_metadata() or ())),
+                    max_message_bytes=max_message_bytes,
+                ),
+                deadline,
+            )
+            try:
+                responses = Responses(connection, request.SerializeToString())
+                while (response := await _in_time(responses.read, deadline)) is not None:
+                    yield _checked(parse(response))
+            finally:
+                connection.close()
+
+        return call
+
+    return _Stub(make)
+
+
+def _timeout_metadata(deadline: Deadline) -> Metadata:
+    remaining = _timeout(deadline)
+    return () if remaining is None else (("grpc-timeout", f"{min(int(remaining * 1e3) + 1, 99_999_999)}m"),)
+
+
+async def _in_time(step: Callable[[], Coroutine[Any, Any, _T]], deadline: Deadline) -> _T:
+    """Returns the result of a step of a call; its failures become typed errors."""
+    limit = asyncio.timeout(_timeout(deadline))
+    try:
+        async with limit:
+            return await step()
+    except TimeoutError:
+        raise DeadlineExceeded from None
+    except CallFailed as failed:
+        details = failed.trailers.get(STATUS_KEY.encode())
+        trailing = grpc.aio.Metadata(*([(STATUS_KEY, from_base64(details))] if details else ()))
+        status = grpc.aio.AioRpcError(failed.code, grpc.aio.Metadata(), trailing, failed.details)
+        raise from_rpc_error(status) from None
+    except ConnectionLost as lost:
+        raise DependencyAway(str(lost)) from None
+    except MessageTooLong as long:
+        raise TooLarge(str(long)) from None
+    except Http2Violation as violation:
+        raise Internal(str(violation)) from None
