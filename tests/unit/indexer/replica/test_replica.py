@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -94,7 +95,7 @@ async def test_a_component_that_comes_back_is_logged_again(monkeypatch: pytest.M
 
 async def test_progress_is_recorded_together_with_later_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(replica, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(replica, "time", SimpleNamespace(monotonic=lambda: now, thread_time=time.thread_time))
     written: list[int] = []
     async with running_replica(monkeypatch) as (views, keys):
         monkeypatch.setattr(

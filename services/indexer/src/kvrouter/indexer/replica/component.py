@@ -39,6 +39,8 @@ from kvrouter.v1.snapshot_pb2 import SnapshotRef
 log = structlog.get_logger(component="indexer")
 
 _TICK_SECONDS = 1.0
+_REST = 4
+"""Pause between two looks at all ranks if they change, in multiples of the processor time of the last one."""
 _SETTLE_SECONDS = 0.02
 _FETCHES = 8
 _VERIFY_SECONDS = 5.0
@@ -295,6 +297,7 @@ class ComponentIndex:
         settled: object = None
         while True:
             self._changed.clear()
+            began = time.thread_time()
             self.ranks = await self.state.shared.ranks()
             indexed = {(info.worker_id, info.dp_rank): info.incarnation for info in self.ranks}
             registered = self.state.events.incarnations.expected()
@@ -308,9 +311,11 @@ class ComponentIndex:
                 settled = None if ahead or self._departures.awaited else ranks
             self._compare_silent_ranks()
             self.resync.expire_false_alarms()
+            rest = _REST * (time.thread_time() - began)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds_to_tick(_TICK_SECONDS)):
                     await self._changed.wait()
+                    await asyncio.sleep(rest)
 
     async def _ask_about(self, ranks: list[Rank]) -> None:
         """Requests a resync of ranks whose registration contradicts the index."""

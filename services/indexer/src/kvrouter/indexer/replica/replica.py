@@ -23,6 +23,8 @@ from nats.aio.client import Client
 
 log = structlog.get_logger(component="indexer")
 
+_REST = 4
+"""Pause between two looks at all registrations, in multiples of the processor time of the last one."""
 _LOOK_SECONDS = 1.0
 """Interval of looking for components without an applied record."""
 _RECORD_SECONDS = 5.0
@@ -82,7 +84,10 @@ class Replica:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._record_applied(), name="applied records")
             async for directory in self.directory.changes():
+                began = time.thread_time()
                 await self._follow(group, messages, directory.components)
+                # Thousands of workers that register one by one would take all of the time: each look is at all.
+                await asyncio.sleep(_REST * (time.thread_time() - began))
 
     async def _follow(
         self, group: asyncio.TaskGroup, messages: Client | LocalMessages, views: Mapping[ComponentName, ComponentView]
