@@ -7,7 +7,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PLAIN = frozenset({"insecure_channel", "add_insecure_port"})
-MAKERS = frozenset({"open_channel", "CallStreamClient", "call_stream_client", "GrpcServer", "RpcServer", "LoopServer"})
+MAKERS = frozenset(
+    {
+        "open_channel",
+        "remote_on_connections",
+        "CallStreamClient",
+        "call_stream_client",
+        "GrpcServer",
+        "RpcServer",
+        "LoopServer",
+    }
+)
 """What takes the TLS of the process."""
 EXEMPT = {
     # They choose between the two.
