@@ -8,23 +8,11 @@ const FAILED: i32 = 4;
 /// Upper bound of the bytes of an item besides its request or response, and its trace context.
 const ITEM_BYTES: usize = 64;
 
-/// A `CallRequest`.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Call<'a> {
-    pub number: u64,
-    pub method: u32,
-    pub request: &'a [u8],
-    pub more: bool,
-    pub time_left_ms: Option<u32>,
-    pub trace_context: &'a str,
-}
+/// Number, method, request, more, time left and trace context of a `CallRequest`.
+pub type Call<'a> = (u64, u32, &'a [u8], bool, Option<u32>, &'a str);
 
-/// The responses of an `OpenCallStreamResponse`: whole ones by number, and others with their kind.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub struct Responses<'a> {
-    pub whole: Vec<(u64, &'a [u8])>,
-    pub others: Vec<(u64, i32, &'a [u8])>,
-}
+/// The responses of an `OpenCallStreamResponse`: whole ones by number, and others by number and kind.
+pub type Responses<'a> = (Vec<(u64, &'a [u8])>, Vec<(u64, i32, &'a [u8])>);
 
 /// Calls of an encoded `OpenCallStreamRequest` that has nothing else. None if it has anything else, has no calls, is
 /// encoded in an unusual way or is malformed.
@@ -39,16 +27,16 @@ pub fn calls_only(message: &[u8]) -> Option<Vec<Call<'_>>> {
 }
 
 fn read_call(message: &[u8]) -> Option<Call<'_>> {
-    let mut call = Call::default();
+    let mut call: Call<'_> = Default::default();
     let mut fields = Fields::new(message);
     while let Some(field) = fields.next().ok()? {
         match field {
-            (1, Value::Varint(number)) => call.number = number,
-            (2, Value::Varint(method)) => call.method = method as u32,
-            (3, Value::Bytes(request)) => call.request = request,
-            (4, Value::Varint(more)) => call.more = more != 0,
-            (5, Value::Varint(milliseconds)) => call.time_left_ms = Some(milliseconds as u32),
-            (6, Value::Bytes(text)) => call.trace_context = str::from_utf8(text).ok()?,
+            (1, Value::Varint(number)) => call.0 = number,
+            (2, Value::Varint(method)) => call.1 = method as u32,
+            (3, Value::Bytes(request)) => call.2 = request,
+            (4, Value::Varint(more)) => call.3 = more != 0,
+            (5, Value::Varint(milliseconds)) => call.4 = Some(milliseconds as u32),
+            (6, Value::Bytes(text)) => call.5 = str::from_utf8(text).ok()?,
             _ => return None,
         }
     }
@@ -58,20 +46,20 @@ fn read_call(message: &[u8]) -> Option<Call<'_>> {
 /// Responses of an encoded `OpenCallStreamResponse` that has nothing else and no failure. None if it has anything else,
 /// has no responses, is encoded in an unusual way or is malformed.
 pub fn responses_only(message: &[u8]) -> Option<Responses<'_>> {
-    let mut responses = Responses::default();
+    let (mut whole, mut others) = Responses::default();
     let mut numbers = Fields::new(&[]);
     let mut has_numbers = false;
     let mut fields = Fields::new(message);
     while let Some(field) = fields.next().ok()? {
         match field {
-            (2, Value::Bytes(response)) => responses.others.push(read_response(response)?),
+            (2, Value::Bytes(response)) => others.push(read_response(response)?),
             (5, Value::Bytes(packed)) if !has_numbers => (numbers, has_numbers) = (Fields::new(packed), true),
-            (6, Value::Bytes(response)) => responses.whole.push((numbers.packed().ok()??, response)),
+            (6, Value::Bytes(response)) => whole.push((numbers.packed().ok()??, response)),
             _ => return None,
         }
     }
-    let is_empty = responses.whole.is_empty() && responses.others.is_empty();
-    (numbers.packed().ok()?.is_none() && !is_empty).then_some(responses)
+    let is_empty = whole.is_empty() && others.is_empty();
+    (numbers.packed().ok()?.is_none() && !is_empty).then_some((whole, others))
 }
 
 fn read_response(message: &[u8]) -> Option<(u64, i32, &[u8])> {
@@ -89,20 +77,21 @@ fn read_response(message: &[u8]) -> Option<(u64, i32, &[u8])> {
 }
 
 /// Adds a call to an encoded `OpenCallStreamRequest`.
-pub fn write_call(message: &mut Writer, call: &Call<'_>) {
-    let mut item = Writer(Vec::with_capacity(call.request.len() + call.trace_context.len() + ITEM_BYTES));
-    item.varint(1, call.number);
-    item.varint(2, call.method.into());
-    if !call.request.is_empty() {
-        item.bytes(3, call.request);
+pub fn write_call(message: &mut Writer, call: Call<'_>) {
+    let (number, method, request, more, time_left_ms, trace_context) = call;
+    let mut item = Writer(Vec::with_capacity(request.len() + trace_context.len() + ITEM_BYTES));
+    item.varint(1, number);
+    item.varint(2, method.into());
+    if !request.is_empty() {
+        item.bytes(3, request);
     }
-    item.varint(4, call.more.into());
-    if let Some(milliseconds) = call.time_left_ms {
+    item.varint(4, more.into());
+    if let Some(milliseconds) = time_left_ms {
         item.raw_varint(5 << 3);
         item.raw_varint(milliseconds.into());
     }
-    if !call.trace_context.is_empty() {
-        item.bytes(6, call.trace_context.as_bytes());
+    if !trace_context.is_empty() {
+        item.bytes(6, trace_context.as_bytes());
     }
     message.bytes(3, &item.0);
 }
@@ -129,7 +118,7 @@ mod tests {
     #[test]
     fn responses_are_read_in_order() {
         let message = [18, 7, 8, 9, 18, 1, 65, 24, 1, 42, 3, 7, 0x80, 1, 50, 1, 66, 50, 0];
-        let expected = Responses { whole: vec![(7, b"B"), (128, b"")], others: vec![(9, 1, b"A")] };
+        let expected: Responses<'_> = (vec![(7, b"B"), (128, b"")], vec![(9, 1, b"A")]);
         assert_eq!(responses_only(&message), Some(expected));
     }
 
@@ -160,8 +149,8 @@ mod tests {
     #[test]
     fn calls_are_read_with_all_their_fields() {
         let message = [26, 14, 8, 9, 16, 2, 26, 1, 65, 32, 1, 40, 7, 50, 1, 97, 26, 0];
-        let call = Call { number: 9, method: 2, request: b"A", more: true, time_left_ms: Some(7), trace_context: "a" };
-        assert_eq!(calls_only(&message), Some(vec![call, Call::default()]));
+        let call: Call<'_> = (9, 2, b"A", true, Some(7), "a");
+        assert_eq!(calls_only(&message), Some(vec![call, Default::default()]));
         for message in [&[][..], &[26, 0, 32, 1], &[26, 0, 18, 1, 1], &[26, 3, 50, 1, 0xFF], &[26, 2, 56, 0], &[26, 1]]
         {
             assert_eq!(calls_only(message), None, "{message:?}");
