@@ -90,8 +90,10 @@ def _members(values: Iterable[str], max_members: int, max_bytes: int) -> str:
 
 def headers() -> dict[str, str]:
     """Returns the headers of trace context and companions for an engine."""
-    tracestate, baggage = companions()
-    values = ((HEADER, current()), (STATE_HEADER, tracestate), (BAGGAGE_HEADER, baggage))
+    traceparent, others = current(), companions()
+    if not traceparent and others is _ALONE:
+        return {}
+    values = ((HEADER, traceparent), (STATE_HEADER, others.tracestate), (BAGGAGE_HEADER, others.baggage))
     return {name: value for name, value in values if value}
 
 

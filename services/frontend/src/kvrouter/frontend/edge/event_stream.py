@@ -23,7 +23,6 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.base_protocol import BaseProtocol
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.v1.errors import TooLarge
-from multidict import CIMultiDict
 
 STREAM_TYPE = "text/event-stream"
 _EVENT_HEADERS = {"Content-Type": STREAM_TYPE, "Cache-Control": "no-cache"}
@@ -130,13 +129,13 @@ class EventStream(web.StreamResponse):
             reason: Its phrase.
             headers: Headers of the response. Without Content-Length it is sent in chunks.
         """
-        super().__init__(status=status, reason=reason)
+        super().__init__(status=status, reason=reason, headers=headers)
         self._writer = writer
         self.begun = False
         """Whether the head of the response is written."""
         self._added: dict[str, str] = {}
         self.add_headers(headers)
-        self._has_length = has_length = "content-length" in map(str.lower, headers)
+        has_length = "Content-Length" in self.headers
         self._request = request
         self._protocol = request.protocol
         self._transport = self._protocol.transport
@@ -162,7 +161,8 @@ class EventStream(web.StreamResponse):
     @property
     def is_events(self) -> bool:
         """Whether it is a stream of events without a fixed length."""
-        return not self._has_length and CIMultiDict(self._added).get("Content-Type", "").startswith(STREAM_TYPE)
+        named = self.headers
+        return named.get("Content-Type", "").startswith(STREAM_TYPE) and "Content-Length" not in named
 
     @property
     def prepared(self) -> bool:

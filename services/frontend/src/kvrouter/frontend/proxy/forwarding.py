@@ -86,9 +86,9 @@ def generate_request(
         request_id: Its id.
         pools: Components of its model, whose workers are excluded that may not run it.
     """
-    request = FrontendServiceGenerateRequest(
-        model=body.model, request_id=request_id, priority=body.priority, conversation_id=body.conversation_id
-    )
+    request = FrontendServiceGenerateRequest()
+    request.model, request.request_id = body.model, request_id
+    request.priority, request.conversation_id = body.priority, body.conversation_id
     request.stop_conditions.max_tokens = body.max_output_tokens
     if body.sequences > 1:
         request.sampling_options.n = body.sequences
