@@ -57,7 +57,7 @@ class Link:
         return self
 
     async def book(
-        self, key: BookingKey, request: SelectWorkerRequest, hashes: bytes, *, arrived_unix_ns: int, deadline: Deadline
+        self, key: BookingKey, request: SelectWorkerRequest, hashes: bytes, *, deadline: Deadline
     ) -> tuple[SelectWorkerResponse, LiveBooking]:
         request.booking.CopyFrom(key)
         routing = request.request

@@ -108,10 +108,8 @@ class TextRequest(msgspec.Struct, eq=False):
         request.request_id, request.model = fields.request_id or "", fields.model
         stop = request.stop_conditions
         stop.max_tokens = max_tokens
-        if fields.min_tokens:
-            stop.min_tokens = fields.min_tokens
-        if fields.ignore_eos:
-            stop.ignore_eos = True
+        stop.min_tokens = fields.min_tokens or 0
+        stop.ignore_eos = bool(fields.ignore_eos)
         if fields.stop_token_ids:
             stop.stop_token_ids.extend(fields.stop_token_ids)
         if (sampling := _sampling_of(fields)) != _UNSET:
@@ -132,10 +130,7 @@ class TextRequest(msgspec.Struct, eq=False):
             request.scope.cache_salt = fields.cache_salt
         if fields.migration_limit is not None:
             request.migration_limit = fields.migration_limit
-        if fields.priority:
-            request.priority = fields.priority
-        if fields.conversation_id:
-            request.conversation_id = fields.conversation_id
+        request.priority, request.conversation_id = fields.priority or 0, fields.conversation_id or ""
         if fields.expected_output_tokens is not None:
             request.expected_output_tokens = fields.expected_output_tokens
         return request

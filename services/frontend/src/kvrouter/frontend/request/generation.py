@@ -130,7 +130,7 @@ class Generation:
         """Decode workers that failed the request before output, perhaps since their prefill worker had failed."""
         self.arrived_ns = self._input.since_ns
         """Arrival of the request, by ``time.perf_counter_ns``."""
-        self._arrived_unix_ns = time.time_ns()
+        self._input.selection.arrived_unix_ns = self._arrived_unix_ns = time.time_ns()
         self.output_tokens = 0
         """Output tokens of all attempts that have ended."""
         self.first_output_ns = self.last_output_ns = 0
@@ -399,9 +399,7 @@ class Generation:
     ) -> Coroutine[Any, Any, tuple[SelectWorkerResponse, LiveBooking]]:
         key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=stage)
         self._input.routing.may_prefill_locally = stage == _DECODE
-        return self._link.book(
-            key, self._input.selection, self._input.hashes, arrived_unix_ns=self._arrived_unix_ns, deadline=deadline
-        )
+        return self._link.book(key, self._input.selection, self._input.hashes, deadline=deadline)
 
     def _after(self, failure: WorkerFailure, error: KvRouterError) -> KvRouterError:
         """Returns the error for the client if an attempt after a failure cannot be made.

@@ -189,28 +189,20 @@ class SchedulerLink:
             del self._updates.selecting[id(request)]
 
     async def book(
-        self,
-        key: BookingKey,
-        request: pb.SelectWorkerRequest,
-        hashes: bytes,
-        *,
-        arrived_unix_ns: int = 0,
-        deadline: Deadline,
+        self, key: BookingKey, request: pb.SelectWorkerRequest, hashes: bytes, *, deadline: Deadline
     ) -> tuple[pb.SelectWorkerResponse, LiveBooking]:
         """Books a rank, and keeps the booking until it is freed. Returns the decision and the booking.
 
         Args:
             key: Key of the booking.
-            request: The request, as for ``select``; booking and arrival are filled in here too.
+            request: The request, as for ``select``; the booking is filled in here too.
             hashes: Local hashes of its prompt, packed.
-            arrived_unix_ns: Its arrival, Unix nanoseconds; 0 for now.
             deadline: As for ``select``.
 
         Raises:
             KvRouterError: as for ``select``.
         """
         request.booking.CopyFrom(key)
-        request.arrived_unix_ns = arrived_unix_ns
         selection = await self.select(request, deadline=deadline)
         routing = request.request
         sequences = routing.sequences or 1

@@ -225,8 +225,8 @@ class Picker:
         link = self._links.link(view.name, hashes, body.conversation_id)
         # A client may reuse its request id, but the key of a freed booking cannot be booked again.
         key = BookingKey(request_id=f"{request_id}~{secrets.token_hex(4)}", stage=Stage.STAGE_WHOLE)
-        select = SelectWorkerRequest(request=routing)
-        selection, booking = await link.book(key, select, hashes, arrived_unix_ns=time.time_ns(), deadline=deadline)
+        select = SelectWorkerRequest(request=routing, arrived_unix_ns=time.time_ns())
+        selection, booking = await link.book(key, select, hashes, deadline=deadline)
         chosen = booking.rank.worker_id
         fallbacks = self._fallbacks(view.name, endpoints, chosen)
         headers = self.settings.engine_keys.headers(view.name.name)
