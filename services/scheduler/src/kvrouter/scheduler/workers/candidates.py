@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -112,7 +112,7 @@ class WorkerConstraints:
         """Returns the constraints of a request."""
         lora_name = request.scope.lora_name if "scope" in request else ""
         if not lora_name and "constraints" not in request:
-            return _unconstrained(stage)
+            return _UNCONSTRAINED[stage]
         constraints = request.constraints
         return cls(
             stage=stage,
@@ -126,9 +126,9 @@ class WorkerConstraints:
         )
 
 
-@lru_cache(maxsize=16)
-def _unconstrained(stage: Stage) -> WorkerConstraints:
-    return WorkerConstraints(stage)
+_UNCONSTRAINED = {
+    stage: WorkerConstraints(stage) for stage in (Stage.STAGE_WHOLE, Stage.STAGE_PREFILL, Stage.STAGE_DECODE)
+}
 
 
 def check_pinned(candidates: Iterable[Candidate], constraints: WorkerConstraints, component: object = None) -> None:
