@@ -61,7 +61,7 @@ class NatsRefused(Error):
 _T = TypeVar("_T")
 
 
-class _MessageParser(Parser):  # type: ignore[misc] # untyped library
+class _MessageParser(Parser):
     """Reads whole messages without the patterns of the library, which take longer than most callbacks."""
 
     async def parse(self, data: bytes = b"") -> None:
