@@ -31,6 +31,16 @@ def test_two_misses_in_a_row_show_an_eviction() -> None:
     assert missed(check, 16, 7.0) == 7.0
 
 
+def test_between_misses_only_what_was_used_less_recently_contradicts_them() -> None:
+    check = EvictionCheck()
+    assert missed(check, 20, 2.0) is None
+    assert missed(check, 21, 4.0, 100) is None
+    assert missed(check, 22, 3.0) == 3.0, "what was found is more recent"
+    assert missed(check, 23, 3.0, 100) is None
+    assert missed(check, 24, 1.0) is None, "what was found contradicts the misses before it"
+    assert missed(check, 25, 2.0) == 2.0
+
+
 def test_of_misses_in_a_row_the_one_after_most_tokens_shows_the_limit() -> None:
     check = EvictionCheck()
     for number, used in ((10, 0), (11, 300), (12, 900), (13, 100)):

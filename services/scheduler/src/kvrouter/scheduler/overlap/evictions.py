@@ -1,9 +1,10 @@
 """Notices which predicted blocks an engine has evicted, by the cached tokens that it reports.
 
 Engines evict the least recently used blocks first. So a rank without a predicted prefix has also lost every block that
-it used before its last use of the prefix. Two consecutive requests must miss, because the request that should
-have left the prefix may have failed. A request does not count while another one with its prefix may still run: the
-prefix may not be computed yet.
+it used before its last use of the prefix. Two requests must miss, because the request that should have left the prefix
+may have failed. Requests between them may find prefixes that were used more recently than both: of many prefixes, a few
+are evicted at first. One that was used less recently contradicts the eviction. A request does not count while another
+one with its prefix may still run: the prefix may not be computed yet.
 
 An eviction also shows how much the cache holds: less than the rank has used since. For a while the rank is predicted to
 hold no more than that. A prefix that it holds although it was not predicted shows that it holds more, by its length.
@@ -21,7 +22,7 @@ from kvrouter.scheduler.identifiers import Key
 _FOUND_SHARE = 0.5
 """Share of a predicted prefix that counts as found. Lengths of untokenized prompts are estimates."""
 _MISSES = 2
-"""Consecutive requests of a rank that must miss their prefixes."""
+"""Requests of a rank that must miss their prefixes, with no contradiction between them."""
 
 
 class _Expected(msgspec.Struct, frozen=True):
@@ -38,6 +39,11 @@ class _Running:
     requests: dict[Key, _Expected] = field(default_factory=dict)
     """Those booked on the rank, the oldest first."""
     misses: int = 0
+    """Requests that missed since the last contradiction."""
+    missed_use: float = -math.inf
+    """Most recent last use of their prefixes, seconds."""
+    found_use: float = math.inf
+    """Least recent last use of the prefixes found since the first of them, seconds."""
     most_tokens: int = 0
     """Number of tokens that the rank holds at most, until ``limited_until``."""
     limited_until: float = -math.inf
@@ -85,9 +91,14 @@ class EvictionCheck:
         if expected.last_use is None:
             return None
         if cached_tokens >= _FOUND_SHARE * expected.tokens:
-            running.misses = 0
+            running.found_use = min(running.found_use, expected.last_use)
+            if expected.last_use <= running.missed_use:
+                running.misses = 0
             return None
+        if not running.misses or expected.last_use >= running.found_use:
+            running.misses, running.missed_use, running.found_use = 0, -math.inf, math.inf
         running.misses += 1
+        running.missed_use = max(running.missed_use, expected.last_use)
         return expected.last_use if running.misses >= _MISSES else None
 
     def limit(self, rank: Rank, tokens: int, until: float) -> None:
