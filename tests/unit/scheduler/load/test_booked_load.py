@@ -216,6 +216,17 @@ def test_only_a_first_token_teaches_how_fast_a_rank_is(prefilled: bool) -> None:
     assert load.prefill_times.measured_prompts == prefilled, "the second prompt waited for the first"
 
 
+def test_chances_of_reuse_that_are_set_count_where_no_size_is_known() -> None:
+    load = BookedLoad(BLOCK, Accounting())
+    load.set_ranks([CachedRank((1, 0), 1, 0), CachedRank((2, 0), 1, 0)])
+    before = load.reuse_chance()
+    load.set_reuse_chance(1, 0.5)
+    assert (list(before), list(load.reuse_chance())) == ([0, 0], [0, 0.5])
+    load.set_ranks([CachedRank((1, 0), 1, 0), CachedRank((2, 0), 1, 8)])
+    load.set_reuse_chance(0, 0.5)
+    assert list(load.reuse_chance()) == [0, 0]
+
+
 def test_booked_prompts_fill_the_caches_of_their_ranks() -> None:
     now = 0.0
     load = BookedLoad(BLOCK, Accounting(), clock=lambda: now)

@@ -17,7 +17,7 @@ def key(number: int) -> tuple[str, int, int]:
 def missed(check: EvictionCheck, number: int, last_use: float, cached_tokens: int | None = 0) -> float | None:
     """Runs a request by itself, whose prefix of 100 tokens was last used at a time."""
     check.begin(key(number), ONE, number, last_use, 100)
-    return check.end(key(number), ONE, cached_tokens)
+    return check.end(key(number), ONE, cached_tokens, 125)
 
 
 def test_two_misses_in_a_row_show_an_eviction() -> None:
@@ -55,6 +55,16 @@ def test_of_misses_in_a_row_the_one_after_most_tokens_shows_the_limit() -> None:
     assert check.most_tokens(ONE, 59.0) == 200
 
 
+def test_the_share_found_is_the_chance_of_reuse_while_evictions_show_a_full_cache() -> None:
+    check = EvictionCheck()
+    for number in range(500):
+        missed(check, number, number - 1.0, 100)
+    assert check.reuse_chance(ONE, 500.0) == 0
+    check.limit(ONE, 900, 560.0)
+    assert 0.79 < check.reuse_chance(ONE, 559.0) <= 0.8, "100 of 125 tokens"
+    assert check.reuse_chance(ONE, 560.0) == check.reuse_chance(TWO, 0.0) == 0
+
+
 def test_a_prefix_may_not_be_computed_while_another_request_with_it_runs() -> None:
     check = EvictionCheck()
     check.begin(key(10), ONE, 10.0, None, 0)
@@ -62,7 +72,7 @@ def test_a_prefix_may_not_be_computed_while_another_request_with_it_runs() -> No
         assert missed(check, number, 10.0) is None
     assert missed(check, 14, 9.0) is None
     assert missed(check, 15, 9.0) == 9.0, "it was used before any that runs"
-    assert check.end(key(10), ONE, 0) is None
+    assert check.end(key(10), ONE, 0, 125) is None
 
 
 def test_requests_that_move_and_ranks_that_leave_show_nothing() -> None:
@@ -70,8 +80,8 @@ def test_requests_that_move_and_ranks_that_leave_show_nothing() -> None:
     missed(check, 10, 1.0)
     check.begin(key(11), ONE, 11.0, 2.0, 100)
     check.move(key(11))
-    assert check.end(key(11), TWO, 0) is None
-    assert check.end(key(11), ONE, 0) is None
+    assert check.end(key(11), TWO, 0, 125) is None
+    assert check.end(key(11), ONE, 0, 125) is None
     check.forget(ONE)
     assert missed(check, 12, 3.0) is None
 
@@ -96,7 +106,7 @@ async def test_what_a_rank_evicted_is_no_longer_predicted() -> None:
 
 
 async def test_for_a_while_a_rank_holds_no_more_than_when_it_evicted() -> None:
-    parts = Parts(view(worker(1)), predicts=PredictionLimits(ttl_seconds=60.0))
+    parts = Parts(view(worker(1, total_blocks=None)), predicts=PredictionLimits(ttl_seconds=60.0))
 
     async def run(name: str, seed: int, cached_tokens: int = 0) -> int:
         parts.now += 1
@@ -109,7 +119,9 @@ async def test_for_a_while_a_rank_holds_no_more_than_when_it_evicted() -> None:
     assert [await run(f"miss-{seed}", seed) for seed in (1, 2)] == [6, 6]
     # Of 3, 4, 5, 1 and 2, used since then, the next prompt evicts the oldest one.
     assert await run("new", 6) == 0
+    assert parts.pools.named("ns", "pool").booked_load.reuse_chance()[0] == 0, "nothing was found yet"
     assert [await run(f"held-{seed}", seed, 96) for seed in (4, 5, 1, 2, 6)] == [6] * 5
+    assert parts.pools.named("ns", "pool").booked_load.reuse_chance()[0] > 0
     assert await run("evicted", 3) == 0
     assert await run("held, but not predicted", 4, 96) == 0
     assert [await run(f"more-{seed}", seed, 96) for seed in (5, 1)] == [0, 6], "one more since then"

@@ -87,7 +87,8 @@ class BookedLoad:
         self._sequences = ActiveSequences(self.block_size, max_bookings=self.max_bookings, tombstones=0)
         self._recency = CacheRecency(history_sample=_HISTORY_BLOCKS)
         self._knows_caches = False
-        """Whether the size of any rank's cache is known. Otherwise no chance of reuse is."""
+        """Whether the size of any rank's cache is known. Otherwise chances of reuse are those that are set."""
+        self._set_chance: Amounts = np.zeros(0)
         self._registered: frozenset[Rank] = frozenset()
         self._places: tuple[tuple[Rank, ...], NDArray[np.intp] | None] | None = None
         """The ranks known to the core, and the indexes of the registered ones; None if they all are."""
@@ -107,6 +108,7 @@ class BookedLoad:
         """Replaces the registered ranks, in order of rank."""
         self._recency.set_ranks(registered)
         self._knows_caches = any(cached.total_blocks for cached in registered)
+        self._set_chance = np.zeros(len(registered))
         before, self._registered = self._registered, frozenset(cached.rank for cached in registered)
         for rank in self._registered - before:
             self._sequences.add_rank(rank)
@@ -133,7 +135,15 @@ class BookedLoad:
 
     def reuse_chance(self) -> Amounts:
         """Returns the mean chance over each registered rank's KV cache that a block is used again, in order of rank."""
+        if not self._knows_caches:
+            return self._set_chance
         return np.ndarray((len(self._registered),), np.float64, self._recency.reuse_chance(self.clock()))
+
+    def set_reuse_chance(self, place: int, chance: float) -> None:
+        """Sets the chance of the rank at an index, which counts if the size of no rank's cache is known."""
+        if self._set_chance[place] != chance:
+            self._set_chance = self._set_chance.copy()  # kept decisions have the column
+            self._set_chance[place] = chance
 
     def relative_latency(self) -> Amounts:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""

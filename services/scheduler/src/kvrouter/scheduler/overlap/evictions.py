@@ -24,6 +24,9 @@ _FOUND_SHARE = 0.5
 _MISSES = 2
 """Requests of a rank that must miss their prefixes, with no contradiction between them."""
 
+_REUSE_STEP = 1 / 64
+"""Correction of a rank's share of cached tokens by one request."""
+
 
 class _Expected(msgspec.Struct, frozen=True):
     began: float
@@ -44,6 +47,8 @@ class _Running:
     """Most recent last use of their prefixes, seconds."""
     found_use: float = math.inf
     """Least recent last use of the prefixes found since the first of them, seconds."""
+    reused: float = 0.0
+    """Share of the tokens of recent prompts that the rank found in its cache."""
     most_tokens: int = 0
     """Number of tokens that the rank holds at most, until ``limited_until``."""
     limited_until: float = -math.inf
@@ -74,18 +79,20 @@ class EvictionCheck:
         is_settled = last_use is not None and (oldest is None or last_use < oldest.began)
         running.requests[key] = _Expected(now, last_use if is_settled else None, tokens)
 
-    def end(self, key: Key, rank: Rank, cached_tokens: int | None) -> float | None:
+    def end(self, key: Key, rank: Rank, cached_tokens: int | None, prompt_tokens: int) -> float | None:
         """Removes a request. If it shows an eviction, returns the time of last use up to which blocks are gone.
 
         Args:
             key: Its booking.
             rank: Its rank.
             cached_tokens: Prompt tokens that the engine found in its cache; None if unknown.
+            prompt_tokens: All prompt tokens.
         """
         running = self._ranks.get(rank)
         expected = None if running is None else running.requests.pop(key, None)
         if running is None or expected is None or cached_tokens is None:
             return None
+        running.reused += (min(cached_tokens / prompt_tokens, 1.0) - running.reused) * _REUSE_STEP
         if expected.tokens < _FOUND_SHARE * cached_tokens:
             running.most_tokens += cached_tokens - expected.tokens
         if expected.last_use is None:
@@ -116,6 +123,14 @@ class EvictionCheck:
         """Returns how many tokens a rank holds at most; None if no eviction shows it. ``now``: seconds."""
         running = self._ranks.get(rank)
         return running.most_tokens if running is not None and now < running.limited_until else None
+
+    def reuse_chance(self, rank: Rank, now: float) -> float:
+        """Returns the chance that a block of a rank is used again; 0 if no eviction shows that its cache is full.
+
+        Each use of a block is followed by another one with the share of uses that find it. ``now``: seconds.
+        """
+        running = self._ranks.get(rank)
+        return running.reused if running is not None and now < running.limited_until else 0.0
 
     def move(self, key: Key) -> None:
         """Removes a request whose rank changes."""

@@ -146,13 +146,15 @@ class Predictions:
         predicted = None if booking is None else self._predicted.get(booking.pool.name)
         if booking is None or predicted is None:
             return
-        rank = booking.placement.rank
-        evicted_until = predicted.evictions.end(booking.key, rank, change.cached_tokens)
+        pool, rank, now = booking.pool, booking.placement.rank, self.clock()
+        evicted_until = predicted.evictions.end(booking.key, rank, change.cached_tokens, booking.prompt.tokens)
         if evicted_until is not None:
             self._record_waiting()  # Its blocks count among those used since the eviction.
             predicted.index.forget_until(rank, evicted_until)
             left = predicted.index.blocks_of(rank) * predicted.block_size
-            predicted.evictions.limit(rank, left, self.clock() + self.limits.ttl_seconds)
+            predicted.evictions.limit(rank, left, now + self.limits.ttl_seconds)
+        if (place := pool.worker_set.place(rank)) is not None:
+            pool.booked_load.set_reuse_chance(place, predicted.evictions.reuse_chance(rank, now))
 
     def _record_waiting(self) -> None:
         record, self._waiting = self._waiting, None
