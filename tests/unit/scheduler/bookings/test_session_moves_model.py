@@ -120,7 +120,7 @@ class Client:
 
     def finish(self, name: str) -> None:
         booking = self.live.pop(name)
-        self.updates.free(booking, FreeRequest(booking=booking.key))
+        self.updates.free(booking)
         self.send()
 
     def hear(self, request: Request, response: Response | None) -> None:
