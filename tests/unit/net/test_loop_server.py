@@ -14,7 +14,17 @@ from typing import Any
 import grpc.aio
 import pytest
 from kvrouter.net.http2 import received_call, received_calls
-from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, PREFACE, Kind, Setting, frame, settings, window_update
+from kvrouter.net.http2.frames import (
+    ACK,
+    END_HEADERS,
+    END_STREAM,
+    PREFACE,
+    Kind,
+    Setting,
+    frame,
+    settings,
+    window_update,
+)
 from kvrouter.net.http2.side import Flood, Http2Violation
 from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
@@ -397,6 +407,19 @@ async def test_calls_left_before_they_are_checked_count_as_refused() -> None:
         peer.data(stream, message_head(0))
         peer.send(frame(Kind.RST_STREAM, struct.pack(">I", 8), stream=stream))
         await until(lambda: len(counted) == 1)
+
+
+async def test_data_that_a_wider_initial_window_permits_follows_its_acknowledgement() -> None:
+    begun: list[received_call.ReceivedCall] = []
+    calls = received_calls.ReceivedCalls(received_call.Received(), begun.append)
+    opening = frame(Kind.HEADERS, request_headers(ECHO), flags=END_HEADERS | END_STREAM, stream=1)
+    calls.receive(PREFACE + settings({Setting.INITIAL_WINDOW_SIZE: 0}) + opening)
+    answer = asyncio.create_task(begun[0].write(b"token"))
+    await asyncio.sleep(0)
+    assert b"token" not in calls.take()
+    calls.receive(settings({Setting.INITIAL_WINDOW_SIZE: 100}))
+    assert calls.take().startswith(frame(Kind.SETTINGS, flags=ACK))
+    await answer
 
 
 async def test_a_short_answer_does_not_wait_for_all_of_a_long_one() -> None:

@@ -370,12 +370,13 @@ class Http2Side(ABC):
                     raise Http2Violation(f"received an initial window of {value} bytes, which is too large")
                 self._widen(value - self._initial_window)
                 self._initial_window = value
-                self._send_waiting()
             elif setting == Setting.MAX_FRAME_SIZE:
                 if not LEAST_MAX_FRAME_BYTES <= value <= MOST_MAX_FRAME_BYTES:
                     raise Http2Violation(f"received a maximum frame size of {value} bytes, which is not possible")
                 self._max_frame = value
+        # A peer counts data that precedes the acknowledgement against the windows before.
         self._reply(frame(Kind.SETTINGS, flags=ACK))
+        self._send_waiting()
 
 
 def widened(window: int, more: int) -> int:
