@@ -17,6 +17,7 @@ MESSAGES = (
     b"HMSG  a.b  3  12  12\r\nNATS/1.0\r\n\r\n\r\n",
     b"MSG \xff 2 3\r\nMSG\r\n",
     b"MSG a.b  2 3\r\nabc\r\n",
+    b"MSG a.b 17 21\r\nMSG c.d 2 3\r\nabc\r\nxyz\r\n",
     b"PING\r\n",
     b"PONG\r\n",
     b"+OK\r\n",
@@ -47,6 +48,11 @@ async def handled(client: Any, parts: list[bytes]) -> list[tuple[Any, ...]]:
     except ProtocolError as error:
         calls.append((str(error),))
     return calls
+
+
+async def test_a_message_whose_content_looks_like_one_is_read_as_by_the_library() -> None:
+    parts = [b"MSG a 1 18\r\n", b"MSG b 2 3\r\nabc\r\n\r\n\r\n"]
+    assert await handled(TolerantClient(), parts) == [("_process_msg", 1, b"a", b"", parts[1][:-2], None)]
 
 
 @pytest.mark.parametrize("malformed", [(), MALFORMED], ids=["valid", "malformed"])

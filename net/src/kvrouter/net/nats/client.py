@@ -32,7 +32,7 @@ from kvrouter.net.nats.access import NatsAccess
 from nats.aio.client import PING_PROTO, Client
 from nats.aio.msg import Msg
 from nats.errors import Error, SecureConnRequiredError
-from nats.protocol.parser import Parser
+from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 _MESSAGE_US = 50
 """CPU time to receive and handle a small message, microseconds."""
@@ -67,7 +67,9 @@ class _MessageParser(Parser):
     async def parse(self, data: bytes = b"") -> None:
         """Handles what was received. Leaves all but messages, and messages in several parts, to the library."""
         at = 0
-        while not self.buf and (line_end := data.find(b"\r\n", at)) > 0:
+        # After a read that ended behind a control line, the library awaits its message with an empty buffer.
+        is_between = self.state == AWAITING_CONTROL_LINE and not self.buf
+        while is_between and (line_end := data.find(b"\r\n", at)) > 0:
             try:
                 operation, subject, sid, *reply, size = data[at:line_end].split()
                 number, begin = int(sid), line_end + 2
