@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from kvrouter.net import ticks
-from kvrouter.net.ticks import seconds_to_send, seconds_to_tick
+from kvrouter.net.ticks import seconds_to_rest, seconds_to_send, seconds_to_tick
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,7 @@ def test_processes_send_at_the_same_moments_and_not_late(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("seconds", [0.001, 0.005, 0.25])
 def test_short_intervals_stay_as_they_are(seconds: float) -> None:
     assert seconds_to_send(seconds) == seconds
+
+
+def test_the_pause_after_work_is_bounded() -> None:
+    assert seconds_to_rest(time.thread_time() - 100) == 1.0

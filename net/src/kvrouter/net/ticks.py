@@ -17,6 +17,8 @@ _LEAST_SHARE = 0.25
 """Least part of an interval to wait."""
 _LEAST_SECONDS = 5 * TICK_SECONDS
 """Shortest interval between messages to align."""
+_REST = 4
+_LONGEST_REST_SECONDS = 1.0
 _WALL_CLOCK_MS = round(1000 * (time.time() - time.monotonic()))
 
 
@@ -49,3 +51,11 @@ def seconds_to_send(seconds: float) -> float:
         return seconds
     latest = _now() + seconds + TICK_SECONDS / 2
     return seconds + TICK_SECONDS / 2 - latest % TICK_SECONDS
+
+
+def seconds_to_rest(began: float) -> float:
+    """Returns the pause after work that would be repeated at once: four times its processor time, 1 s at most.
+
+    ``began``: ``time.thread_time()`` when the work began. Of a task that waited, the work of others counts too.
+    """
+    return min(_LONGEST_REST_SECONDS, _REST * (time.thread_time() - began))

@@ -28,7 +28,7 @@ from kvrouter.indexer.snapshots.coordinator import SnapshotHome, Snapshots
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.local import LocalStates
 from kvrouter.net.local.messages import LiveMessages
-from kvrouter.net.ticks import seconds_to_tick
+from kvrouter.net.ticks import seconds_to_rest, seconds_to_tick
 from kvrouter.net.tls import Tls
 from kvrouter.v1.common_pb2 import Component, Cursor, Rank as RankMessage, Transport
 from kvrouter.v1.indexer_pb2 import ComponentStats, RankStats, VerifyResponse
@@ -39,8 +39,6 @@ from kvrouter.v1.snapshot_pb2 import SnapshotRef
 log = structlog.get_logger(component="indexer")
 
 _TICK_SECONDS = 1.0
-_REST = 4
-"""Pause between two looks at all ranks if they change, in multiples of the processor time of the last one."""
 _SETTLE_SECONDS = 0.02
 _FETCHES = 8
 _VERIFY_SECONDS = 5.0
@@ -311,7 +309,7 @@ class ComponentIndex:
                 settled = None if ahead or self._departures.awaited else ranks
             self._compare_silent_ranks()
             self.resync.expire_false_alarms()
-            rest = _REST * (time.thread_time() - began)
+            rest = seconds_to_rest(began)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds_to_tick(_TICK_SECONDS)):
                     await self._changed.wait()

@@ -15,7 +15,7 @@ from kvrouter.indexer.snapshots.coordinator import SnapshotHome
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import LeasedKeys
 from kvrouter.net.local import LocalKeys, LocalMessages, LocalStates
-from kvrouter.net.ticks import tick
+from kvrouter.net.ticks import seconds_to_rest, tick
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from kvrouter.v1.registry_pb2 import AppliedRecord
@@ -23,8 +23,6 @@ from nats.aio.client import Client
 
 log = structlog.get_logger(component="indexer")
 
-_REST = 4
-"""Pause between two looks at all registrations, in multiples of the processor time of the last one."""
 _LOOK_SECONDS = 1.0
 """Interval of looking for components without an applied record."""
 _RECORD_SECONDS = 5.0
@@ -87,7 +85,7 @@ class Replica:
                 began = time.thread_time()
                 await self._follow(group, messages, directory.components)
                 # Thousands of workers that register one by one would take all of the time: each look is at all.
-                await asyncio.sleep(_REST * (time.thread_time() - began))
+                await asyncio.sleep(seconds_to_rest(began))
 
     async def _follow(
         self, group: asyncio.TaskGroup, messages: Client | LocalMessages, views: Mapping[ComponentName, ComponentView]
