@@ -59,7 +59,9 @@ mod work {
         if batch.clears() || index.cursor(name).is_some_and(|(incarnation, _)| incarnation < batch.incarnation) {
             work += departure(index, name);
         }
-        if index.checks_digest(batch) && !index.knows_digest(name) {
+        // Events change the digest.
+        let knows_digest = batch.events.is_empty() && index.knows_digest(name);
+        if index.checks_digest(batch) && !knows_digest {
             work += digest(index, name);
         }
         work
@@ -126,9 +128,9 @@ impl PrefixIndex {
         })
     }
 
-    fn applies_at_once(&self, py: Python<'_>, batch: &Bound<'_, EventBatch>) -> bool {
+    fn apply_ns(&self, py: Python<'_>, batch: &Bound<'_, EventBatch>) -> Option<usize> {
         let read = batch.get();
-        self.index.is_free_for(|index| work::batch(index, read.batch(), read.bytes(py)))
+        self.index.estimate_if_free(|index| work::batch(index, read.batch(), read.bytes(py)))
     }
 
     fn find_matches<'py>(&self, py: Python<'py>, local_hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {

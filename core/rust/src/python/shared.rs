@@ -6,8 +6,6 @@ use crate::fair_lock::FairLock;
 
 /// Calls that take longer release the GIL, in ns. For a shorter call, taking the GIL back would cost more.
 const LONG: usize = 20_000;
-/// Calls up to this, in ns, are shorter than their way to another thread and back.
-const AT_ONCE: usize = 150_000;
 
 /// State with many readers or one writer. No thread holds the GIL while it waits.
 pub struct Shared<S>(FairLock<S>);
@@ -74,10 +72,9 @@ impl<S: Send + Sync> Shared<S> {
         py.detach(|| self.0.write(f))
     }
 
-    /// Returns whether a write with this estimate would not wait, and is short. Another thread can still take the lock
-    /// before the write.
-    pub fn is_free_for(&self, work: impl FnOnce(&S) -> usize) -> bool {
-        self.0.try_write().is_some_and(|state| work(&state) <= AT_ONCE)
+    /// Returns the estimate of a write; None if it would wait. Another thread can still take the lock before the write.
+    pub fn estimate_if_free(&self, work: impl FnOnce(&S) -> usize) -> Option<usize> {
+        self.0.try_write().map(|state| work(&state))
     }
 
     /// Calls `f` with write access, then `g` with read access; see `FairLock::write_then_read`.

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from kvrouter.core import reference
+from kvrouter.core import EventBatch, reference
 from kvrouter.v1.events_pb2 import KvEvent
 
 from ..batches import COUNTED, SET, batch, cleared, device_overlap, packed, removed, stored
@@ -175,3 +175,11 @@ def test_queries_are_right_while_batches_are_applied(native: type) -> None:
         asker.join()
     assert not failures
     assert index.stats().blocks == 700
+
+
+def test_a_digest_that_events_change_takes_its_time(native: type) -> None:
+    index, many = native(check_digests=True), 20_000
+    index.apply(batch(0, stored(range(1, many), range(1, many)), digest=0))
+    with_event = EventBatch(batch(1, removed(1), digest=0))
+    assert index.apply_ns(with_event) > 10 * many
+    assert index.apply_ns(EventBatch(batch(1, removed(1)))) < many

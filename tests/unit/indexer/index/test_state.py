@@ -217,6 +217,18 @@ async def test_what_takes_long_is_left_to_a_thread_with_all_that_follows() -> No
 
 
 @native
+async def test_what_takes_long_together_is_left_to_a_thread() -> None:
+    index, many = state(), 8_000
+    index.events.apply([message(stored(0, range(1, many), range(1, many)))])
+    digest = await index.shared.read(lambda core: core.digest(RANK))
+    numbers = range(1, 10)
+    messages = [
+        each for n in numbers for each in (message(removed(n, many)), message(next_event_id=n + 1, digest=digest))
+    ]
+    assert 2 <= index.events.apply_at_once(messages) < len(messages)
+
+
+@native
 async def test_an_invalid_message_is_left_to_the_thread_that_reports_it() -> None:
     index = state()
     messages = [message(stored(0, [1], [11])), StreamMessage(COMPONENT.events_subject(1, 0), 2, b"garbage")]

@@ -80,8 +80,8 @@ class PrefixIndex(Protocol):
         again at event 0.
         """
 
-    def applies_at_once(self, batch: Any) -> bool:
-        """Returns whether to apply an ``EventBatch`` is short, some 0.1 ms, and nobody uses the index."""
+    def apply_ns(self, batch: Any) -> int | None:
+        """Returns how long it takes to apply an ``EventBatch``, about, in ns; None if somebody uses the index."""
 
     def find_matches(self, local_hashes: bytes) -> bytes:
         """Returns the encoded FindMatchesResponse for a prompt, with every rank in order of (worker_id, dp_rank).

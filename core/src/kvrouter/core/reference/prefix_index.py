@@ -98,9 +98,9 @@ class PrefixIndex:
         self._slots: list[Rank | None] = []
         self._lock = RLock()
 
-    def applies_at_once(self, batch: EventBatch) -> bool:  # noqa: ARG002 - no change is that quick in Python
-        """Returns False: a change may take long."""
-        return False
+    def apply_ns(self, batch: EventBatch) -> int | None:  # noqa: ARG002 - no change is quick in Python
+        """Returns None: a change may take long."""
+        return None
 
     @_locked
     def apply(self, batch: EventBatch | bytes) -> ApplySummary:

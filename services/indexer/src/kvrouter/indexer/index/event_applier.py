@@ -27,8 +27,10 @@ log = structlog.get_logger(component="indexer")
 
 _QUARANTINED_MESSAGES = 64
 _AT_ONCE_MESSAGES = 32
-_AT_ONCE_BYTES = 256 << 10
-"""Size of the messages applied on the event loop together: about a millisecond of work."""
+_AT_ONCE_NS = 600_000
+"""Time to apply the messages of a delivery on the event loop, as estimated; to read them takes as long."""
+_SHORT_NS = 150_000
+"""The same of one message: its way to a thread and back takes longer."""
 _QUARANTINED_BYTES = 4096  # per message: enough to recognise it
 
 
@@ -86,15 +88,15 @@ class EventApplier:
 
         ``apply`` must get the others. A long delivery is left to it altogether.
         """
-        applied, left = 0, _AT_ONCE_BYTES
+        applied, left = 0, _AT_ONCE_NS
         if len(messages) > _AT_ONCE_MESSAGES or (index := self.shared.begin_at_once()) is None:
             return applied
         try:
             for message in messages:
                 batch = validate(message.subject, message.data, self.block_size, self._unfit_workers)
-                left -= len(message.data)
-                if left < 0 or isinstance(batch, Refusal) or not index.applies_at_once(batch):
+                if isinstance(batch, Refusal) or (ns := index.apply_ns(batch)) is None or ns > min(left, _SHORT_NS):
                     break
+                left -= ns
                 self.apply_batch(index, ReceivedBatch(message, batch))
                 applied += 1
         finally:
