@@ -18,7 +18,7 @@ _MAX_EARLY = 16
 
 
 class GrpcConnection(Endpoint):
-    """A connection with one call, which begins with a message of each side."""
+    """A connection with one call. That of a call stream begins with a message of each side; see ``exchange``."""
 
     def __init__(self, call: Http2Call) -> None:
         """Connects nothing yet; see ``open``."""
@@ -111,7 +111,7 @@ class GrpcConnection(Endpoint):
         return await self._first
 
     def start(self, on_message: Callable[[bytes], None], next_message: Callable[[], bytes | None]) -> None:
-        """Starts the exchange of all other messages. The functions are called from the event loop and must not block.
+        """Starts the exchange of all further messages. The functions are called from the event loop and must not block.
 
         Args:
             on_message: Called with each message of the server.

@@ -289,6 +289,7 @@ def _encode(message: Message) -> bytes:
 
 
 def _state_chunks(rank: RankPublisher) -> Iterator[pb.GetRankStateResponse]:
+    # The snapshot too is taken in the thread that asks for the first chunk.
     yield from rank.state_chunks()
 
 

@@ -84,7 +84,7 @@ class EventApplier:
                     self.apply_batch(index, ReceivedBatch(message, batch))
 
     def apply_at_once(self, messages: Sequence[StreamMessage]) -> int:
-        """Applies the first messages on the event loop, as long as each takes little time. Returns how many.
+        """Applies the first messages on the event loop, as long as they take little time. Returns how many.
 
         ``apply`` must get the others. A long delivery is left to it altogether.
         """

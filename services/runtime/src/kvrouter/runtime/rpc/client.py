@@ -388,9 +388,8 @@ def _timeout_metadata(deadline: Deadline) -> Metadata:
 
 async def _in_time(step: Callable[[], Coroutine[Any, Any, _T]], deadline: Deadline) -> _T:
     """Returns the result of a step of a call; its failures become typed errors."""
-    limit = asyncio.timeout(_timeout(deadline))
     try:
-        async with limit:
+        async with asyncio.timeout(_timeout(deadline)):
             return await step()
     except TimeoutError:
         raise DeadlineExceeded from None
