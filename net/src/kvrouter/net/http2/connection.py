@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from kvrouter.net.http2.connecting import addresses_of, first_connection, host_and_port
 from kvrouter.net.http2.endpoint import ConnectionLost, Endpoint
@@ -51,7 +51,7 @@ class GrpcConnection(Endpoint):
         metadata: Metadata = (),
         max_message_bytes: int,
         within_seconds: float = _CONNECT_SECONDS,
-    ) -> GrpcConnection:
+    ) -> Self:
         """Connects to the first live address of the server, and starts the call.
 
         Args:
@@ -74,7 +74,7 @@ class GrpcConnection(Endpoint):
         except (OSError, ValueError) as error:
             raise ConnectionLost(f"UNAVAILABLE: cannot connect to {target}: {error}") from None
 
-        async def connect(address: str) -> GrpcConnection:
+        async def connect(address: str) -> Self:
             scheme = "http" if tls is None else "https"
             call = Http2Call(path, target, scheme, metadata, max_message_bytes=max_message_bytes)
             connection = cls(call)

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import ClassVar
 
 import grpc
+from kvrouter.net.budgets import loop_budget
 from kvrouter.net.http2.connection import GrpcConnection
 from kvrouter.net.http2.side import CONNECTION_WINDOW_BYTES
+
+_MESSAGE_US = 30
+"""CPU time to read and parse a small message, microseconds."""
+_PARSED_BYTES_PER_US = 100
+
+
+class ResponseConnection(GrpcConnection):
+    """The connection. Its input costs little as it arrives; each response takes a turn when it is read."""
+
+    bytes_per_us: ClassVar[int] = 50
+    slice_bytes: ClassVar[int] = 128 << 10
 
 
 class CallFailed(Exception):
@@ -23,9 +36,10 @@ class CallFailed(Exception):
 class Responses:
     """Reads the responses. The server may send about two windows of bytes that are not read."""
 
-    def __init__(self, connection: GrpcConnection, request: bytes) -> None:
-        """Sends the request on a connection of ``GrpcConnection.open``."""
+    def __init__(self, connection: ResponseConnection, request: bytes) -> None:
+        """Sends the request on a connection of ``ResponseConnection.open``."""
         self._connection = connection
+        self._budget = loop_budget()
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._has_ended = False
@@ -64,6 +78,8 @@ class Responses:
                 raise CallFailed(*call.ended, call.trailers)
             return None
         message = self._waiting.popleft()
+        # Many small ones may wait, and reading the next one does not return to the event loop.
+        await self._budget.turn(_MESSAGE_US + len(message) // _PARSED_BYTES_PER_US)
         self._waiting_bytes -= len(message)
         if not self._waiting:
             call.allow_withheld()

@@ -17,10 +17,10 @@ from google.protobuf.message_factory import GetMessageClass
 from kvrouter.net import tls as transport_security, trace_context
 from kvrouter.net.auth import HEADER, ServiceToken, shown_token
 from kvrouter.net.calls import CallStreamClient, CallStreamCounts
-from kvrouter.net.http2 import ConnectionLost, GrpcConnection, Http2Violation, Metadata
+from kvrouter.net.http2 import ConnectionLost, Http2Violation, Metadata
 from kvrouter.net.http2.options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from kvrouter.net.http2.received_call import from_base64
-from kvrouter.net.http2.responses import CallFailed, Responses
+from kvrouter.net.http2.responses import CallFailed, ResponseConnection, Responses
 from kvrouter.net.http2.side import MessageTooLong
 from kvrouter.net.tls import Tls
 from kvrouter.net.tls.channel import OuterChannel
@@ -359,7 +359,7 @@ def remote_on_connections(
 
         async def call(request: Message, *, deadline: Deadline) -> AsyncGenerator[Any, None]:
             connection = await _in_time(
-                lambda: GrpcConnection.open(
+                lambda: ResponseConnection.open(
                     target,
                     path,
                     tls=tls,
