@@ -105,6 +105,14 @@ async def test_what_a_rank_evicted_is_no_longer_predicted() -> None:
     assert await run("missed once, and recorded since", 2, 80) == 5
 
 
+def reuse_chances(parts: Parts) -> list[float]:
+    """Returns the chances of reuse after the next regular look at them."""
+    load = parts.pools.named("ns", "pool").booked_load
+    assert parts.router.predictions is not None
+    parts.router.predictions.expire()
+    return load.reuse_chance().tolist()
+
+
 async def test_for_a_while_a_rank_holds_no_more_than_when_it_evicted() -> None:
     parts = Parts(view(worker(1, total_blocks=None)), predicts=PredictionLimits(ttl_seconds=60.0))
 
@@ -119,13 +127,20 @@ async def test_for_a_while_a_rank_holds_no_more_than_when_it_evicted() -> None:
     assert [await run(f"miss-{seed}", seed) for seed in (1, 2)] == [6, 6]
     # Of 3, 4, 5, 1 and 2, used since then, the next prompt evicts the oldest one.
     assert await run("new", 6) == 0
-    assert parts.pools.named("ns", "pool").booked_load.reuse_chance()[0] == 0, "nothing was found yet"
+    assert reuse_chances(parts) == [0], "nothing was found yet"
     assert [await run(f"held-{seed}", seed, 96) for seed in (4, 5, 1, 2, 6)] == [6] * 5
-    assert parts.pools.named("ns", "pool").booked_load.reuse_chance()[0] > 0
+    chances = reuse_chances(parts)
+    assert chances[0] > 0
+    parts.registered.register(view(worker(1, total_blocks=None), worker(2, total_blocks=None)))
+    assert reuse_chances(parts) == [*chances, 0], "another worker has come"
+    parts.registered.register(view(worker(1, total_blocks=None, incarnation=2)))
+    assert reuse_chances(parts) == [0], "it has restarted"
+    parts.registered.register(view(worker(1, total_blocks=None)))
     assert await run("evicted", 3) == 0
     assert await run("held, but not predicted", 4, 96) == 0
     assert [await run(f"more-{seed}", seed, 96) for seed in (5, 1)] == [0, 6], "one more since then"
     parts.now += 60
+    assert reuse_chances(parts) == [0], "no longer limited"
     assert [await run(f"later-{seed}", seed) for seed in range(10, 20)] == [0] * 10
     assert await run("no longer limited", 10, 96) == 6
 

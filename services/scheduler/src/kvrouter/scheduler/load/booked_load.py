@@ -139,11 +139,9 @@ class BookedLoad:
             return self._set_chance
         return np.ndarray((len(self._registered),), np.float64, self._recency.reuse_chance(self.clock()))
 
-    def set_reuse_chance(self, place: int, chance: float) -> None:
-        """Sets the chance of the rank at an index, which counts if the size of no rank's cache is known."""
-        if self._set_chance[place] != chance:
-            self._set_chance = self._set_chance.copy()  # kept decisions have the column
-            self._set_chance[place] = chance
+    def set_reuse_chance(self, chance: Amounts) -> None:
+        """Sets the chance of each registered rank, which counts if the size of no rank's cache is known."""
+        self._set_chance = chance
 
     def relative_latency(self) -> Amounts:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""

@@ -17,6 +17,7 @@ from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.evictions import EvictionCheck
 from kvrouter.scheduler.overlap.indexer_query import NO_RANKS, Overlaps
+from kvrouter.scheduler.policies.interface import Amounts
 from kvrouter.scheduler.request.prompt import HASH_BYTES, Prompt
 from kvrouter.scheduler.workers.candidates import Candidate, ListedRanks
 from kvrouter.v1.names import ComponentName
@@ -40,6 +41,7 @@ _LONG_HASHES = 4096 * HASH_BYTES
 
 @dataclass(slots=True)
 class _Prediction:
+    pool: Pool = field(repr=False)
     block_size: int
     index: PredictedIndex = field(repr=False)
     evictions: EvictionCheck = field(default_factory=EvictionCheck, repr=False)
@@ -47,6 +49,12 @@ class _Prediction:
     """Incarnation of each rank's blocks."""
     listed: ListedRanks = NO_RANKS
     """The same; another object after each change, as a key of caches."""
+
+    def reuse_chance(self, now: float) -> Amounts:
+        """Returns the chance that a block of each rank is used again, in order of rank; 0 for new incarnations."""
+        chance, known = self.evictions.reuse_chance, self.incarnations
+        ranks = [(each.rank, each.incarnation) for each in self.pool.candidates]
+        return np.array([chance(rank, now) if known.get(rank) == number else 0.0 for rank, number in ranks])
 
 
 @dataclass(eq=False)
@@ -146,15 +154,13 @@ class Predictions:
         predicted = None if booking is None else self._predicted.get(booking.pool.name)
         if booking is None or predicted is None:
             return
-        pool, rank, now = booking.pool, booking.placement.rank, self.clock()
+        rank = booking.placement.rank
         evicted_until = predicted.evictions.end(booking.key, rank, change.cached_tokens, booking.prompt.tokens)
         if evicted_until is not None:
             self._record_waiting()  # Its blocks count among those used since the eviction.
             predicted.index.forget_until(rank, evicted_until)
             left = predicted.index.blocks_of(rank) * predicted.block_size
-            predicted.evictions.limit(rank, left, now + self.limits.ttl_seconds)
-        if (place := pool.worker_set.place(rank)) is not None:
-            pool.booked_load.set_reuse_chance(place, predicted.evictions.reuse_chance(rank, now))
+            predicted.evictions.limit(rank, left, self.clock() + self.limits.ttl_seconds)
 
     def _record_waiting(self) -> None:
         record, self._waiting = self._waiting, None
@@ -178,19 +184,20 @@ class Predictions:
             predicted.index.keep_newest(rank, most // predicted.block_size)
 
     def expire(self) -> None:
-        """Drops blocks older than ``ttl_seconds``."""
+        """Drops blocks older than ``ttl_seconds``, and sets the chances of reuse that evictions show."""
         self._record_waiting()
         now = self.clock()
         for predicted in self._predicted.values():
             predicted.index.expire(now)
+            predicted.pool.booked_load.set_reuse_chance(predicted.reuse_chance(now))
 
     def _of(self, pool: Pool) -> _Prediction:
         predicted = self._predicted.get(pool.name)
-        # Predictions do not apply to blocks of another size.
-        if predicted is None or predicted.block_size != pool.booked_load.block_size:
+        # Another pool of the name has blocks of another size, to which the predictions do not apply.
+        if predicted is None or predicted.pool is not pool:
             limits = self.limits
             index = PredictedIndex(limits.ttl_seconds, limits.max_blocks, limits.prune_ratio)
-            predicted = self._predicted[pool.name] = _Prediction(pool.booked_load.block_size, index)
+            predicted = self._predicted[pool.name] = _Prediction(pool, pool.booked_load.block_size, index)
         return predicted
 
     def _forget_gone(self, pool: Pool, predicted: _Prediction) -> None:
