@@ -144,12 +144,11 @@ class GatewayRequest:
             self._room.is_read(len(self.body))
         routed, self.body = await self._picker.read(self.body, self._path, is_json=is_json, headers=self._headers)
         self._routed = routed
-        served = self._picker.resolve(routed)
-        views = served[0]
+        servers = self._picker.resolve(routed)
         tenant = "" if self._caller is None else self._caller.tenant
-        self._deaths = deaths = self._picker.deaths(routed, views[0].descriptor.model, tenant)
+        self._deaths = deaths = self._picker.deaths(routed, servers.model, tenant)
         self._admitted = self._admission.admit(
-            views,
+            servers.views,
             routed.prompt_tokens,
             routed.max_output_tokens,
             "engine request",
@@ -159,7 +158,7 @@ class GatewayRequest:
         # Stored here, so that it ends with the request even if that is cancelled in this moment.
         self.pick = await self._picker.pick(
             routed,
-            served,
+            servers,
             deaths,
             request_id=self.id,
             allowed=self._allowed,

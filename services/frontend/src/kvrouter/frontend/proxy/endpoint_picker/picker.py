@@ -40,8 +40,18 @@ _FALLBACKS = 2
 """Further endpoints named with each pick, for gateways that retry."""
 
 
-ServedBy = tuple[list[ComponentView], str]
-"""The components that may serve a request, at least one, and its LoRA adapter; empty for none."""
+class Servers(NamedTuple):
+    """Who may serve a request."""
+
+    views: list[ComponentView]
+    """The components, at least one."""
+    lora_name: str
+    """LoRA adapter of the request; empty for none."""
+
+    @property
+    def model(self) -> str:
+        """The served model."""
+        return self.views[0].descriptor.model
 
 
 class _Offer(NamedTuple):
@@ -164,9 +174,9 @@ class Picker:
         if self.access is not None:
             routed, passed = await permitted(self.access, routed, body, path, self._texts.work)
             body = bytearray(passed)
-            check_salted(self.access, routed, self.resolve(routed)[0])
-        served = self.resolve(routed)[0][0].descriptor.model
-        return await routed.tokenized(self._texts, served, max_prompt_tokens=limit), body
+            check_salted(self.access, routed, self.resolve(routed).views)
+        model = self.resolve(routed).model
+        return await routed.tokenized(self._texts, model, max_prompt_tokens=limit), body
 
     def deaths(self, body: RoutedBody, model: str, tenant: str) -> RequestDeaths:
         """Returns the counter of deaths of a tenant's request to a served model.
@@ -183,7 +193,7 @@ class Picker:
     async def pick(
         self,
         body: RoutedBody,
-        served: ServedBy,
+        servers: Servers,
         deaths: RequestDeaths,
         *,
         request_id: str,
@@ -194,7 +204,7 @@ class Picker:
 
         Args:
             body: The request as routing needs it.
-            served: Who may serve it.
+            servers: Who may serve it.
             deaths: Counts the deaths of engines running it.
             request_id: Id of the request, for logs.
             allowed: Endpoints that may serve it, host:port; None for all.
@@ -204,8 +214,9 @@ class Picker:
             KvRouterError: the model is unknown, every eligible worker is busy, none is eligible, or no Scheduler
                 answers.
         """
-        views, lora_name = served
-        offers = [_Offer.of(view, body, lora_name, allowed, self.addresses, self._health) for view in views]
+        offers = [
+            _Offer.of(view, body, servers.lora_name, allowed, self.addresses, self._health) for view in servers.views
+        ]
         able = [offer for offer in offers if offer.endpoints] or [offers[0]]
         able = [offer for offer in able if offer.takes(body)] or [able[0]]
         if len(able) > 1:
@@ -283,14 +294,14 @@ class Picker:
             log.warning("fallback.not_booked", request_id=request_id, served=served, cause=error.message)
             return pick
 
-    def resolve(self, body: RoutedBody) -> ServedBy:
+    def resolve(self, body: RoutedBody) -> Servers:
         """Returns who may serve a request.
 
         Raises:
             UnknownModel, NoWorkers: nobody may.
         """
         views, lora_name = resolve_model(body.model, self._directory.components)
-        return of_pool(views, body.pool), lora_name
+        return Servers(of_pool(views, body.pool), lora_name)
 
     def _only_model(self) -> str:
         """Returns the model of a request naming none, as engines take it; empty if several are served."""
