@@ -14,7 +14,7 @@ from kvrouter.frontend.access.body_room import BodyRoom, BodyTooLarge
 from kvrouter.v1.errors import BadRequest
 
 _PART_BYTES = 64 << 10
-"""Least room taken for a body whose size is not known."""
+"""Least room taken for a body whose size is not known, and size below which parts of a body are joined."""
 _STEP_BYTES = 1 << 20
 """Bytes to decompress before other requests may run: about 3 ms of work."""
 _MAX_MEMBERS = 1024

@@ -67,7 +67,7 @@ def decode_json(
 
 
 def without_prompt(body: bytes | bytearray) -> tuple[bytes | bytearray, memoryview | None]:
-    """Returns a body with an empty list in the place of its prompt, and the prompt; None if it has none.
+    """Returns a body with an empty list in the place of its prompt, and a view of the prompt; None if it has none.
 
     The decoder takes twenty times as long to skip a list of token ids as it takes to cut the list out.
     """

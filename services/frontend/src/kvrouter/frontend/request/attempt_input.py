@@ -88,7 +88,7 @@ class AttemptInput:
         self.hashes = self.client_hashes
         """Hashes of the prompt."""
         self.selection = SelectWorkerRequest()
-        """The call of the Scheduler, without a booking."""
+        """The call of the Scheduler, in which each attempt names its booking."""
         self.routing = self.selection.request
         """The Scheduler's request."""
         tokens = self.client_prompt_tokens

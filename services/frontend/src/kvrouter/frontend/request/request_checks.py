@@ -74,10 +74,9 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
             field="model",
             advice="Send the request to the Frontend's HTTP API.",
         )
-    longest, stop = view.descriptor.max_model_len, request.stop_conditions
-    max_tokens = stop.max_tokens
+    longest, max_tokens = view.descriptor.max_model_len, request.stop_conditions.max_tokens
     check_prompt_length(tokens, longest, limits.max_prompt_tokens)
-    _check_stop(stop, max_tokens, limits)
+    _check_stop(request.stop_conditions, limits)
     if longest and tokens + max_tokens > longest:
         raise PromptTooLong.for_model(tokens, longest, field="stop_conditions.max_tokens", output_tokens=max_tokens)
     sampling = request.sampling_options if request.HasField("sampling_options") else None
@@ -145,7 +144,8 @@ def check_overrides(overrides: RoutingOverrides) -> None:
         raise _out_of_range("overrides.active_decode_blocks_threshold", threshold, "Send a share between 0 and 1.")
 
 
-def _check_stop(stop: StopConditions, max_tokens: int, limits: Limits) -> None:
+def _check_stop(stop: StopConditions, limits: Limits) -> None:
+    max_tokens = stop.max_tokens
     if not 1 <= max_tokens <= limits.max_output_tokens:
         advice = f"Set max_tokens to a value from 1 to {limits.max_output_tokens}."
         raise _out_of_range("stop_conditions.max_tokens", max_tokens, advice)

@@ -215,8 +215,10 @@ class RequestRunner:
         limit = self.settings.migration_limit
         if request.HasField("migration_limit"):
             limit = min(limit, request.migration_limit)
-        blocker = "" if through is None else _FORWARDED
-        if through is None and request.HasField("sampling_options"):
+        blocker = ""
+        if through is not None:
+            blocker = _FORWARDED
+        elif request.HasField("sampling_options"):
             blocker = migration_blocker(request.sampling_options)
         return AttemptBudget(
             max_attempts=self.settings.max_attempts,
