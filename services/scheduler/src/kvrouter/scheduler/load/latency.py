@@ -63,8 +63,10 @@ REFRESH_S = 0.1
 
 
 def limited(ratio: float, widest: float) -> float:
-    """Returns a ratio above 0, but at most ``widest`` in either direction."""
-    return ratio if 1 / widest <= ratio <= widest else widest if ratio > 1 else 1 / widest
+    """Returns a ratio of 1 / ``widest`` to ``widest``: the one given, or the nearest."""
+    if ratio > widest:
+        return widest
+    return max(ratio, 1 / widest)
 
 
 @dataclass(slots=True, eq=False)

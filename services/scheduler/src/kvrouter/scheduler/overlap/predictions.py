@@ -102,7 +102,7 @@ class Predictions:
         predicted = self._of(pool)
         listed = predicted.listed
         blocks = np.zeros(len(listed.place_of), np.int64)
-        reusable = prompt.sequence_hashes[: len(prompt.reusable_hashes(predicted.block_size))]
+        reusable = prompt.sequence_hashes[: prompt.reusable_blocks(predicted.block_size) * HASH_BYTES]
         held = predicted.index.overlaps(reusable, self.clock())
         for rank, overlap in held.items():
             blocks[listed.place_of[rank]] = overlap

@@ -41,12 +41,16 @@ class Prompt(msgspec.Struct, frozen=True):
         """Number of full blocks."""
         return len(self.sequence_hashes) // HASH_BYTES
 
-    def reusable_hashes(self, block_size: int) -> bytes:
-        """Returns the local hashes of the blocks reusable from an engine's cache.
+    def reusable_blocks(self, block_size: int) -> int:
+        """Returns how many blocks are reusable from an engine's cache.
 
         Engines compute at least the last token of a prompt, so of n tokens they reuse (n - 1) div block_size blocks.
         """
-        return self.local_hashes[: (self.tokens - 1) // block_size * HASH_BYTES]
+        return (self.tokens - 1) // block_size
+
+    def reusable_hashes(self, block_size: int) -> bytes:
+        """Returns the local hashes of the blocks reusable from an engine's cache."""
+        return self.local_hashes[: self.reusable_blocks(block_size) * HASH_BYTES]
 
 
 def read_prompt(

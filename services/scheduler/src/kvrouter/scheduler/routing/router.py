@@ -240,7 +240,7 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
     response = SelectWorkerResponse.FromString(
         _template(candidate.rank, candidate.endpoint, candidate.role, decision.component, decision.mode)
     )
-    response.overlap_blocks = overlap_blocks = snapshot.overlap_blocks.item(place)
+    response.overlap_blocks = snapshot.overlap_blocks.item(place)
     response.prompt_blocks = decision.prompt_blocks
     response.decision_id = decision.decision_id
     if decision.load_only:
@@ -249,9 +249,9 @@ def selection_response(decision: Decision, overlaps: Overlaps) -> SelectWorkerRe
         response.queued_us = int(decision.queued_seconds * 1e6)
     if snapshot.prefill is not None and (prefill := decision.prefill) is not None:
         response.prefill.CopyFrom(prefill)
-    if snapshot.lower_blocks is not None and (lower := snapshot.lower_of(place)) is not None:
+    if (lower := snapshot.lower_of(place)) is not None:
         response.lower_blocks.CopyFrom(lower)
-    if overlap_blocks < snapshot.most_overlap_blocks and (source := snapshot.kv_source(place)) is not None:
+    if (source := snapshot.kv_source(place)) is not None:
         response.kv_source.CopyFrom(source)
     overlaps.write_cursor(candidate.rank, response)
     return response
