@@ -61,8 +61,7 @@ class Selector:
             raise
         finally:
             self.metrics.selections.of(mode, code).value += 1
-            seconds = time.perf_counter() - started
-            self.metrics.select_seconds.observe(max(0.0, seconds - queued_seconds) if queued_seconds else seconds)
+            self.metrics.select_seconds.observe(max(0.0, time.perf_counter() - started - queued_seconds))
 
     async def _select_once(
         self, context: RequestContext, request: pb.SelectWorkerRequest, deadline: Deadline

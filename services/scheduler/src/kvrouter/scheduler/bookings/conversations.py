@@ -127,12 +127,11 @@ class Conversations:
     def expected_output_tokens(self, pool: Pool, conversation: bytes, tenant: str) -> float:
         """Returns the expected length of an output; 0 if it is unknown."""
         known = self._conversations.get((pool.name, conversation)) if conversation else None
-        mean = None if known is None else known.output
-        if mean is None or mean.count < LEAST:
-            mean = self._tenants.get((pool.name, tenant))
-        if mean is None or mean.count < LEAST:
-            mean = self._models.get(pool.model)
-        return 0.0 if mean is None or mean.count < LEAST else mean.value
+        of_tenant, of_model = self._tenants.get((pool.name, tenant)), self._models.get(pool.model)
+        for mean in (None if known is None else known.output, of_tenant, of_model):
+            if mean is not None and mean.count >= LEAST:
+                return mean.value
+        return 0.0
 
     def follow(self, booking_table: BookingTable) -> None:
         """Subscribes to bookings, to record their ranks, to count those in flight, and to learn from their end."""

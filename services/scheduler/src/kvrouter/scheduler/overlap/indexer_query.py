@@ -45,12 +45,10 @@ def decode_varints(encoded: bytes) -> Column:
     Raises:
         ValueError: the last number is incomplete, or a number has more than nine bytes.
     """
-    if encoded.isascii() and len(encoded) < _FEW_BYTES:  # no number has a second byte
-        return np.fromiter(encoded, np.int64, len(encoded))
-    data = np.frombuffer(encoded, np.uint8)
-    if encoded.isascii():
-        return data.astype(np.int64)
-    return _one_by_one(encoded) if len(encoded) < _FEW_BYTES else _all_at_once(data)
+    are_few, data = len(encoded) < _FEW_BYTES, np.frombuffer(encoded, np.uint8)
+    if encoded.isascii():  # no number has a second byte
+        return np.fromiter(encoded, np.int64, len(encoded)) if are_few else data.astype(np.int64)
+    return _one_by_one(encoded) if are_few else _all_at_once(data)
 
 
 def _one_by_one(encoded: bytes) -> Column:

@@ -42,13 +42,17 @@ _LONG_HASHES = 4096 * HASH_BYTES
 @dataclass(slots=True)
 class _Prediction:
     pool: Pool = field(repr=False)
-    block_size: int
     index: PredictedIndex = field(repr=False)
     evictions: EvictionCheck = field(default_factory=EvictionCheck, repr=False)
     incarnations: dict[Rank, int] = field(default_factory=dict)
     """Incarnation of each rank's blocks."""
     listed: ListedRanks = NO_RANKS
     """The same; another object after each change, as a key of caches."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.pool.booked_load.block_size
 
     def reuse_chance(self, now: float) -> Amounts:
         """Returns the chance that a block of each rank is used again, in order of rank; 0 for new incarnations."""
@@ -197,7 +201,7 @@ class Predictions:
         if predicted is None or predicted.pool is not pool:
             limits = self.limits
             index = PredictedIndex(limits.ttl_seconds, limits.max_blocks, limits.prune_ratio)
-            predicted = self._predicted[pool.name] = _Prediction(pool, pool.booked_load.block_size, index)
+            predicted = self._predicted[pool.name] = _Prediction(pool, index)
         return predicted
 
     def _forget_gone(self, pool: Pool, predicted: _Prediction) -> None:

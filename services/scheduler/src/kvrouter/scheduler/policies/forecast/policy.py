@@ -120,7 +120,7 @@ class ForecastPolicy(Policy):
         is_limited = any_of(is_kept)
         rows, open_ranks, cheapest = weigh_candidates(context, np.where(is_kept, 0.0, slots) if is_limited else slots)
         index = draw(cheapest, rng)
-        forecast, *_, own, relative, new_tokens, is_fit, _ = rows.T[index].tolist()
+        weighed: Weighed[float] = Weighed(*rows[:-1, index].tolist())
 
         def formula(index: int) -> str:
             *terms, cost = rows[:, index].tolist()
@@ -144,9 +144,9 @@ class ForecastPolicy(Policy):
                 "free_slots": slots,
             }
 
-        has_slot, total = open_ranks > 0, context.total_blocks.item(index)
-        active_blocks, _, requests, leading_active_blocks, head_prefill_tokens, _ = context.loads.of(index)
-        lacks_blocks = total > 0 and active_blocks > total
+        has_slot, load = open_ranks > 0, context.loads.of(index)
+        new_tokens, total = int(weighed.new_tokens), context.total_blocks.item(index)
+        lacks_blocks = total > 0 and load.active_blocks > total
         if not has_slot:
             reason = "the free room is kept for other tenants" if is_limited else "no rank has a free slot"
         elif lacks_blocks:
@@ -155,29 +155,29 @@ class ForecastPolicy(Policy):
             is_any = open_ranks == len(context.ranks)
             reason = "lowest cost" if is_any else "lowest cost of the ranks with a free slot"
         explanation = Explanation(reason, rows[-1], OnDemand(terms), formula)
-        added = context.prompt_tokens - leading_active_blocks * context.block_size
-        slot = int(total * context.block_size / max(1.0, slots.item(index) + requests))
+        added = context.prompt_tokens - load.leading_active_blocks * context.block_size
+        slot = int(total * context.block_size / max(1.0, slots.item(index) + load.requests))
         use_tokens = max(added, slot)
         if lacks_blocks or not has_slot:
             return Wait(
                 index,
                 explanation,
-                prefill_ms=own * context.relative_latency.item(index),
-                room_tokens=added if has_slot else int(new_tokens),
+                prefill_ms=weighed.own * context.relative_latency.item(index),
+                room_tokens=added if has_slot else new_tokens,
                 use_tokens=use_tokens,
                 rank=context.ranks[index],
-                prefill_tokens=int(new_tokens),
+                prefill_tokens=new_tokens,
                 for_slot=not has_slot,
                 keeps_room=is_limited and not has_slot,
             )
-        forecast_ms = forecast / relative
+        forecast_ms = weighed.forecast / weighed.relative
         return Choice(
             index,
             explanation,
             use_tokens,
-            prefill_tokens=int(new_tokens),
-            forecast_ms=forecast_ms if is_fit else None,
-            idle_forecast_ms=None if head_prefill_tokens else forecast_ms,
+            prefill_tokens=new_tokens,
+            forecast_ms=forecast_ms if weighed.fit else None,
+            idle_forecast_ms=None if load.head_prefill_tokens else forecast_ms,
         )
 
 
