@@ -24,6 +24,7 @@ from kvrouter.core.interface import (
     RefusedBatch,
     Scope,
     TokenBuffer,
+    call_of,
 )
 from kvrouter.core.multimodal import multimodal_hash
 
@@ -134,6 +135,7 @@ __all__ = [
     "RefusedBatch",
     "Scope",
     "TokenBuffer",
+    "call_of",
     "find_json_value",
     "first_token_outside",
     "json_flaw",

@@ -5,6 +5,7 @@ integers. Their functions raise TypeError for anything else. Ranks are pairs ``(
 """
 
 from kvrouter.core.interface.cache_recency import CachedRank, CacheRecency
+from kvrouter.core.interface.calls import Call, Responses, call_of
 from kvrouter.core.interface.event_recorder import (
     MAX_BATCH_BYTES,
     BatchHead,
@@ -19,7 +20,7 @@ from kvrouter.core.interface.event_recorder import (
 from kvrouter.core.interface.events import MAX_EVENT_BLOCKS, ApplySummary, EventBatch, RefusedBatch
 from kvrouter.core.interface.forecast import ForecastModel
 from kvrouter.core.interface.load import ActiveSequences, LoadColumns
-from kvrouter.core.interface.names import Call, NotATokenId, Rank, RankInfo, Responses, Scope, TokenBuffer
+from kvrouter.core.interface.names import NotATokenId, Rank, RankInfo, Scope, TokenBuffer
 from kvrouter.core.interface.prefix_index import IndexStats, InvalidDump, MemoryBudget, PredictedIndex, PrefixIndex
 
 __all__ = [
@@ -53,4 +54,5 @@ __all__ = [
     "Scope",
     "TokenBuffer",
     "UnknownParent",
+    "call_of",
 ]

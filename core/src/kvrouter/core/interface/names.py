@@ -1,4 +1,4 @@
-"""Names of ranks, the inputs of hashing: tokens and the scope of a block, and the items of call streams."""
+"""Names of ranks, and the inputs of hashing: tokens and the scope of a block."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ Rank = tuple[int, int]
 
 TokenBuffer = bytes | bytearray | memoryview | Sequence[int]
 """Token ids: a list or array of ints, or a contiguous buffer of 32-bit integers (``bytes`` are little-endian u32)."""
-
-
-Call = tuple[int, int, bytes, bool, int | None, str]
-"""(number, method, request, more, time_left_ms, trace_context) of a call on a call stream."""
-
-Responses = tuple[list[tuple[int, bytes]], list[tuple[int, int, bytes]]]
-"""The whole responses of calls as (number, response), and others as (number, kind, response)."""
 
 
 class Scope(NamedTuple):

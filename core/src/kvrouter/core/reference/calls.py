@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
-from kvrouter.core.interface import Call, Responses
+from kvrouter.core.interface import Call, Responses, call_of
 from kvrouter.v1.calls_pb2 import CallResponseKind, OpenCallStreamRequest, OpenCallStreamResponse
 
 _FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
@@ -23,17 +23,7 @@ def read_calls(message: bytes) -> list[Call] | None:
     calls = parsed.calls
     if not calls or not _has_only(parsed, {"calls"}) or any(len(UnknownFieldSet(call)) for call in calls):
         return None
-    return [
-        (
-            call.number,
-            call.method,
-            call.request,
-            call.more,
-            call.time_left_ms if call.HasField("time_left_ms") else None,
-            call.trace_context,
-        )
-        for call in calls
-    ]
+    return [call_of(call) for call in calls]
 
 
 def read_responses(message: bytes) -> Responses | None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
-from kvrouter.core import Call, read_calls, write_responses
+from kvrouter.core import Call, call_of, read_calls, write_responses
 from kvrouter.net.calls.errors import ProtocolViolation, parse
 from kvrouter.net.calls.limits import ITEM_BYTES, SPARSE_PINGS, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.server_call import FAILED, PART, Method, ServerCall
@@ -169,17 +169,7 @@ class ServerStream:
             self.sends_pings = not self._has_sparse_pings
             self.idle_ticks = 0
             self._wake()
-        return [
-            (
-                call.number,
-                call.method,
-                call.request,
-                call.more,
-                call.time_left_ms if call.HasField("time_left_ms") else None,
-                call.trace_context,
-            )
-            for call in message.calls
-        ]
+        return [call_of(call) for call in message.calls]
 
     def next_message(self) -> bytes | None:
         """Returns the next message to write: all waiting items with room. None if nothing does."""
