@@ -18,6 +18,11 @@ def tag(message: type[Any], field: str, wire_type: WireType = WireType.LENGTH_DE
     return encode_varint(message.DESCRIPTOR.fields_by_name[field].number << 3 | wire_type)
 
 
+def encode_field(tag: bytes, value: bytes) -> bytes:
+    """Returns a field whose value is bytes, a text or an encoded message, after its tag."""
+    return b"".join((tag, encode_varint(len(value)), value))
+
+
 def encode_varint(value: int) -> bytes:
     """Returns an unsigned number as a varint: 7 bits a byte, the lowest first."""
     out = bytearray()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from kvrouter.net.wire_format import encode_varint, tag
+from kvrouter.net.wire_format import encode_field, tag
 from kvrouter.v1.common_pb2 import Component, LocalHashes, MultimodalHash, Role, Stage
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.names import ComponentName, InvalidName
@@ -112,7 +112,7 @@ def pack_local_hashes(message: LocalHashes) -> bytes:
 
 def set_local_hashes(message: LocalHashes, packed: bytes) -> None:
     """Sets the hashes of a message, usually a field of another message, to those of a packed buffer."""
-    message.ParseFromString(b"".join((_HASHES_TAG, encode_varint(len(packed)), packed)))
+    message.ParseFromString(encode_field(_HASHES_TAG, packed))
 
 
 def pack_sequence_hashes(message: ReassertBooking) -> bytes:

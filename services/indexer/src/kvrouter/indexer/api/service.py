@@ -17,7 +17,7 @@ from kvrouter.indexer.replica.replica import Replica
 from kvrouter.indexer.snapshots.coordinator import AWAY, NothingApplied, OthersLive
 from kvrouter.indexer.snapshots.lock import LockLost
 from kvrouter.net.snapshot_format import InvalidSnapshot
-from kvrouter.net.wire_format import encode_varint, tag
+from kvrouter.net.wire_format import encode_field, tag
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.requests import component_name, content_in_blocks, pack_local_hashes
 from kvrouter.v1 import indexer_pb2 as pb
@@ -79,7 +79,7 @@ def check_prompt(request: pb.FindMatchesRequest, block_size: int, max_prompt_tok
 
 def encoded_dump_response(state: bytes) -> bytes:
     """Returns an encoded DumpResponse with an encoded RankState, which would cost far more to parse."""
-    return b"".join((_STATE_TAG, encode_varint(len(state)), state))
+    return encode_field(_STATE_TAG, state)
 
 
 _LONG_PROMPT_TOKENS = 16_384  # longer prompts are hashed in a thread
