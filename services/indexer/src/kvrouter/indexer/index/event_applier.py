@@ -175,8 +175,6 @@ class EventApplier:
         self.tally.add(summary, again=again)
         if summary.new_incarnation or (batch.clears_all and summary.applied and self.known.is_partial(rank)):
             self.known.set_partial(rank, False)
-        if summary.is_plain:
-            return
         if summary.rejected:
             self._log.warning("rank.events_refused", worker_id=rank[0], dp_rank=rank[1], reasons=summary.rejected)
         if summary.evicted_others or summary.evicted_blocks is not None:
