@@ -18,6 +18,7 @@ _LEAST_SHARE = 0.25
 _LEAST_SECONDS = 5 * TICK_SECONDS
 """Shortest interval between messages to align."""
 _REST = 4
+"""Pause after work, as a multiple of its processor time."""
 _LONGEST_REST_SECONDS = 1.0
 _WALL_CLOCK_MS = round(1000 * (time.time() - time.monotonic()))
 
@@ -54,8 +55,8 @@ def seconds_to_send(seconds: float) -> float:
 
 
 def seconds_to_rest(began: float) -> float:
-    """Returns the pause after work that would be repeated at once: four times its processor time, 1 s at most.
+    """Returns the pause after work that would otherwise be repeated at once: up to 1 s.
 
-    ``began``: ``time.thread_time()`` when the work began. Of a task that waited, the work of others counts too.
+    ``began``: ``time.thread_time()`` when the work began. While the task awaits, the work of other tasks counts too.
     """
     return min(_LONGEST_REST_SECONDS, _REST * (time.thread_time() - began))

@@ -279,7 +279,7 @@ async def test_a_connect_that_is_cancelled_once_connected_leaves_nothing(monkeyp
         assert opening.cancelled()
         (connection,) = made
         assert connection._check is None or connection._check.cancelled()
-        connection._call.ping()
+        connection.call.ping()
         async with asyncio.timeout(60):
             await closed.wait()
     assert not reports

@@ -23,7 +23,8 @@ class GrpcConnection(Endpoint):
     def __init__(self, call: Http2Call) -> None:
         """Connects nothing yet; see ``open``."""
         super().__init__()
-        self._call = call
+        self.call = call
+        """The call."""
         call.on_message = self._receive_first
         call.wake = self.wake
         self.on_going_away: Callable[[], None] = _ignore
@@ -106,7 +107,7 @@ class GrpcConnection(Endpoint):
             ConnectionLost: the call or the connection has ended.
             Http2Violation: the server broke a rule of HTTP/2.
         """
-        self._call.send(message)
+        self.call.send(message)
         self.wake()
         return await self._first
 
@@ -119,7 +120,7 @@ class GrpcConnection(Endpoint):
 
         An exception of either ends the call.
         """
-        self._call.on_message = on_message
+        self.call.on_message = on_message
         self._next_message = next_message
         early, self._early = self._early, []
         try:
@@ -128,11 +129,6 @@ class GrpcConnection(Endpoint):
         except Exception as error:
             self.end(error)
         self.wake()
-
-    @property
-    def call(self) -> Http2Call:
-        """The call."""
-        return self._call
 
     def on_end(self, ended: Callable[[], None]) -> None:
         """Has a function called when the call ends, and soon if it has ended."""
@@ -159,12 +155,12 @@ class GrpcConnection(Endpoint):
     @property
     def going_away(self) -> bool:
         """Whether the server takes no further calls on this connection. The call goes on."""
-        return self._call.going_away
+        return self.call.going_away
 
     @property
     def has_unwritten(self) -> bool:
         """Whether a part of the latest message is not written, so the server cannot have processed it."""
-        return self._call.blocked
+        return self.call.blocked
 
     def close(self) -> None:
         """Cancels the call and closes the connection."""
@@ -173,8 +169,8 @@ class GrpcConnection(Endpoint):
 
     def _cancelled(self) -> bytes:
         """Cancels the call, and returns the bytes that say so."""
-        self._call.cancel()
-        return self._call.take()
+        self.call.cancel()
+        return self.call.take()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implements asyncio.Protocol."""
@@ -185,12 +181,12 @@ class GrpcConnection(Endpoint):
         super().connection_made(transport)
 
     def _ping(self) -> None:
-        self._call.ping()
+        self.call.ping()
 
     def _receive(self, data: bytes) -> None:
         if self._ended.done():
             return
-        call = self._call
+        call = self.call
         try:
             call.receive(data)
         except Exception as error:
@@ -216,7 +212,7 @@ class GrpcConnection(Endpoint):
 
     def _flush(self) -> None:
         self._woken = False
-        call, transport = self._call, self._transport
+        call, transport = self.call, self._transport
         if transport is None or transport.is_closing() or self._ended.done():
             return
         try:

@@ -126,7 +126,7 @@ class ReceivedCall:
         self._room: asyncio.Future[None] | None = None
         self._window_bytes = WINDOW_BYTES
         self._unallowed = 0
-        """Bytes of the window that the client was not allowed yet, since it sent others."""
+        """Bytes received, or added to the window, since the client was last allowed more."""
         self._counted = 0
         """Its part of ``connection.received``: messages that are not read, and the one that has begun."""
         self._on_message: Callable[[bytes], None] | None = None

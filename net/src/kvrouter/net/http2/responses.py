@@ -17,7 +17,7 @@ _PARSED_BYTES_PER_US = 100
 
 
 class ResponseConnection(GrpcConnection):
-    """The connection. Its input costs little as it arrives; each response takes a turn when it is read."""
+    """A connection whose input costs little when it arrives. Each response takes a turn when it is read."""
 
     bytes_per_us: ClassVar[int] = 50
     slice_bytes: ClassVar[int] = 128 << 10

@@ -26,7 +26,7 @@ class ServerConnection(Endpoint):
     bytes_per_us: ClassVar[int] = 50
     """Bytes of requests, in few long messages, processed in a microsecond."""
     slice_bytes: ClassVar[int] = 128 << 10
-    """Those of a pass of the event loop. A message of the hashes of 128k tokens is not cut."""
+    """Bytes processed in one turn: enough for a message with the hashes of 128k tokens."""
 
     def __init__(
         self,
