@@ -52,16 +52,16 @@ def parse_completion(
         PromptTooLong: the prompt has more tokens than ``max_prompt_tokens``.
     """
     prompt: TokenPrompt | None = None
-    body, found = without_prompt(body)
-    if found is not None and not _TEXTS.match(found):
-        prompt = TokenPrompt(found, limit=max_prompt_tokens)
+    body, view = without_prompt(body)
+    if view is not None and not _TEXTS.match(view):
+        prompt = TokenPrompt(view, limit=max_prompt_tokens)
     if len(body) > MAX_FIELDS_BYTES:
         raise BodyTooLarge(
             f"body: {len(body)} bytes besides the prompt; the limit is {MAX_FIELDS_BYTES}",
             advice="Send shorter fields.",
         )
     fields = decode_json(_FIELDS, body)
-    text = found or bytes(fields.prompt)
+    text = view or bytes(fields.prompt)
     prompts: Sequence[PromptSource]
     if prompt is None and _TEXTS.match(text):
         # Before the text is decoded, which may take four times its size.

@@ -334,8 +334,8 @@ def _defaults(
     kind: type[msgspec.Struct],
 ) -> tuple[tuple[str, ...], tuple[object, ...], Callable[[msgspec.Struct], tuple[object, ...]]]:
     """Returns the fields that are accepted at their default only, their defaults, and what reads all of them."""
-    found = [(field.name, field.default) for field in msgspec.structs.fields(kind) if field.type == OnlyDefault]
-    names, defaults = zip(*found, strict=True)
+    fields = [field for field in msgspec.structs.fields(kind) if field.type == OnlyDefault]
+    names, defaults = tuple(field.name for field in fields), tuple(field.default for field in fields)
     if len(names) == 1:
         return names, defaults, lambda fields: (getattr(fields, names[0]),)
     return names, defaults, attrgetter(*names)

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 
 class Routed(Struct, kw_only=True, eq=False):
-    """The fields of the contract's ``RoutingInfo``, which takes many times as long to make and to read."""
+    """The fields of the contract's ``RoutingInfo``. To make and read a message takes many times as long."""
 
     request_id: str
     rank: Rank

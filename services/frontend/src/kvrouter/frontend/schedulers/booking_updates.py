@@ -195,7 +195,7 @@ class BookingUpdates:
             return None
         booking.room = output_tokens + -(booking.prompt_tokens + output_tokens) % booking.block_size
         update = pb.BookingUpdate()
-        output = update.output  # Made in place: a message given to another one is copied.
+        output = update.output  # Set in place: a message that is passed to a constructor is encoded and decoded.
         output.booking.CopyFrom(booking.key)
         output.output_tokens = output_tokens
         return update
