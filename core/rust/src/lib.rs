@@ -29,7 +29,8 @@ mod _native {
     #[pymodule_export]
     use crate::python::{
         ActiveSequences, ApplySummary, CacheRecency, EventBatch, EventRecorder, ForecastModel, MemoryBudget,
-        PredictedIndex, PrefixIndex, find_json_value, first_token_outside, json_flaw, local_hashes, read_calls,
-        read_responses, read_tokens, sequence_hashes, tokens_from_json, tokens_to_json, write_calls, write_responses,
+        Observations, PredictedIndex, PrefixIndex, find_json_value, first_token_outside, json_flaw, local_hashes,
+        read_calls, read_responses, read_tokens, sequence_hashes, tokens_from_json, tokens_to_json, write_calls,
+        write_responses,
     };
 }

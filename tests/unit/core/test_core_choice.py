@@ -15,6 +15,7 @@ NAMES = {
     "EventBatch",
     "EventRecorder",
     "MemoryBudget",
+    "Observations",
     "PrefixIndex",
     "PredictedIndex",
     "ActiveSequences",

@@ -112,6 +112,12 @@ class MemoryBudget:
     used_bytes: int
     def __init__(self, max_bytes: int = 0) -> None: ...
 
+class Observations:
+    counts: list[int]
+    sum: float
+    def __init__(self, bounds: Sequence[float]) -> None: ...
+    def observe(self, total: float, count: int = 1) -> None: ...
+
 class PrefixIndex:
     def __init__(
         self, max_blocks: int = 0, budget: MemoryBudget | None = None, check_digests: bool = False

@@ -11,6 +11,7 @@ from kvrouter.core.reference.event_recorder import EventRecorder
 from kvrouter.core.reference.hashing import local_hashes, sequence_hashes
 from kvrouter.core.reference.json_tokens import find_json_value, json_flaw, tokens_from_json, tokens_to_json
 from kvrouter.core.reference.memory_budget import MemoryBudget
+from kvrouter.core.reference.observations import Observations
 from kvrouter.core.reference.outputs import read_tokens
 from kvrouter.core.reference.predicted_index import PredictedIndex
 from kvrouter.core.reference.prefix_index import PrefixIndex
@@ -22,6 +23,7 @@ __all__ = [
     "EventBatch",
     "EventRecorder",
     "MemoryBudget",
+    "Observations",
     "PredictedIndex",
     "PrefixIndex",
     "find_json_value",

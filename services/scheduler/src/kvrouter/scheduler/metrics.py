@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+from kvrouter.core import Observations
 from kvrouter.runtime.telemetry.counter import Count, LoopCounter
-from kvrouter.runtime.telemetry.histogram import LoopHistogram, Observations
+from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.metrics import model_label
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.scheduler_pb2 import TierTokens

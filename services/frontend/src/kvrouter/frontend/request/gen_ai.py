@@ -9,9 +9,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from kvrouter.core import Observations
 from kvrouter.engines.fields import CHATS, COMPLETIONS, EMBEDDINGS, MESSAGES, RESPONSES
 from kvrouter.frontend.request.current_choice import named_model
-from kvrouter.runtime.telemetry.histogram import LoopHistogram, Observations
+from kvrouter.runtime.telemetry.histogram import LoopHistogram
 from kvrouter.runtime.telemetry.metrics import model_label
 from kvrouter.runtime.tracing import Attribute
 from prometheus_client import CollectorRegistry

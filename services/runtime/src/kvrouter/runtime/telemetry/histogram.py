@@ -6,34 +6,14 @@ A histogram of the client library locks two values and searches its buckets in a
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+from kvrouter.core import Observations
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-
-
-class Observations:
-    """The observations with one set of labels."""
-
-    __slots__ = ("_bounds", "counts", "created", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self.created = time.time()
-        """Unix time at which it began, seconds."""
-        self.counts = [0] * (len(bounds) + 1)
-        """Observations by bucket; the last one has no upper bound."""
-        self.sum = 0.0
-        """Sum of all observations."""
-
-    def observe(self, total: float, count: int = 1) -> None:
-        """Adds so many equal observations, given their sum."""
-        self.sum += total
-        self.counts[bisect_left(self._bounds, total / count)] += count
 
 
 class LoopHistogram(Collector):
@@ -73,6 +53,8 @@ class LoopHistogram(Collector):
         """Upper bounds of the parts of all buckets; the last bucket has none."""
         self._parts = parts
         self._series: dict[tuple[str, ...], Observations] = {}
+        self._created: dict[tuple[str, ...], float] = {}
+        """Unix time at which each series began, seconds."""
         registry.register(self)
 
     def of(self, *values: str) -> Observations:
@@ -80,6 +62,7 @@ class LoopHistogram(Collector):
         series = self._series.get(values)
         if series is None:
             series = self._series[values] = Observations(self.bounds)
+            self._created[values] = time.time()
         return series
 
     def counts(self) -> tuple[int, ...]:
@@ -104,5 +87,5 @@ class LoopHistogram(Collector):
             labels = dict(zip(self._labels, values, strict=True))
             if self.bounds[0] < 0:  # Then the family leaves out the count, too.
                 family.add_sample(f"{self._name}_count", labels, totals[-1])
-            family.add_sample(f"{self._name}_created", labels, series.created)
+            family.add_sample(f"{self._name}_created", labels, self._created[values])
         yield family
