@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Protocol
 
 from kvrouter.core import Rank
@@ -26,13 +27,15 @@ def key_of(key: BookingKey) -> Key:
     return (key.request_id, key.attempt, key.stage or _WHOLE)
 
 
-def checked_key(booking: BookingKey) -> Key:
-    """Returns the checked key of a message.
+def checked_key(booking: BookingKey, known: Container[Key] = ()) -> Key:
+    """Returns the checked key of a message. The ``known`` ones were checked before.
 
     Raises:
         BadRequest: the request id is empty or too long or has control characters, or there is no such stage.
     """
-    request_id, stage = booking.request_id, booking.stage or _WHOLE
+    key = request_id, _, stage = key_of(booking)
+    if key in known:
+        return key
     if not request_id:
         raise BadRequest(
             "the request id is empty", field="booking.request_id", advice=f"Send 1 to {MAX_REQUEST_ID_BYTES} bytes."
@@ -40,7 +43,7 @@ def checked_key(booking: BookingKey) -> Key:
     check_request_id(request_id, MAX_REQUEST_ID_BYTES, "booking.request_id")
     if stage not in _STAGES:
         raise BadRequest(f"unknown stage {stage}", field="booking.stage", advice="Send a stage of the contract.")
-    return (request_id, booking.attempt, stage)
+    return key
 
 
 class OfRank(Protocol):

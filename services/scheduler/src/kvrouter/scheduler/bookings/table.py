@@ -59,6 +59,8 @@ class BookingTable:
         """
         self.here = here
         self._bookings: dict[Key, Booking] = {}
+        self.keys = self._bookings.keys()
+        """Keys of the live bookings."""
         self._of_sessions: dict[str, set[Key]] = {}
         # None for a key that was freed. One that was dropped with its last owner may still be booked elsewhere.
         self._gone: OrderedDict[Key, Progress | None] = OrderedDict()
@@ -138,15 +140,15 @@ class BookingTable:
             self._restore(booking, earlier)
         booking.owners[owner] = placement
         self._index(booking)
-        self._publish(Booked, booking)
-        self._publish(OwnerAdded, booking, owner)
+        self._publish(Booked(booking))
+        self._publish(OwnerAdded(booking, owner))
         return True
 
     def add_owner(self, booking: Booking, owner: SchedulerIncarnation, placement: Placement) -> None:
         """Adds another Scheduler to the owners of a booking, or changes its placement."""
         booking.owners[owner] = placement
         self._settle(booking)
-        self._publish(OwnerAdded, booking, owner)
+        self._publish(OwnerAdded(booking, owner))
 
     def own(
         self,
@@ -184,28 +186,28 @@ class BookingTable:
             reported = booking.prefilled, booking.output_tokens, booking.has_local_progress
             self._remember(key, Progress(booking.component, *reported))
             self._release(booking)
-        self._publish(OwnerRemoved, booking, owner)
+        self._publish(OwnerRemoved(booking, owner))
         return booking
 
     def end_session(self, session_id: str, client_name: str) -> None:
         """Removes this Scheduler from the owners of a session's bookings. ``client_name`` is for logs."""
         keys = list(self.of_session(session_id))
         bookings = [booking for key in keys if (booking := self.remove_owner(key, self.here)) is not None]
-        self._publish(SessionEnded, session_id, client_name, bookings)
+        self._publish(SessionEnded(session_id, client_name, bookings))
 
     def prefill_complete(self, booking: Booking, *, is_remote: bool = False) -> None:
         """Records the end of a live booking's prefill."""
         self._note_progress(booking, is_remote=is_remote)
         booking.prefilled = True
         booking.pool.booked_load.prefill_complete(booking.key)
-        self._publish(PrefillCompleted, booking, is_remote)
+        self._publish(PrefillCompleted(booking, is_remote))
 
     def generated(self, booking: Booking, output_tokens: int, *, is_remote: bool = False) -> None:
         """Notes how many tokens a live booking has generated in all."""
         self._note_progress(booking, is_remote=is_remote)
         booking.output_tokens = max(booking.output_tokens, output_tokens)
         booking.pool.booked_load.output_tokens(booking.key, booking.output_tokens)
-        self._publish(OutputGenerated, booking, is_remote)
+        self._publish(OutputGenerated(booking, is_remote))
 
     def free(
         self,
@@ -239,14 +241,12 @@ class BookingTable:
             self._unindex(booking)
             self._release(booking, prefilled=prefilled)
         if is_new:
-            self._publish(Freed, key, booking, is_remote, is_expired, cached_tokens, lower_cached_tokens, output_tokens)
+            self._publish(Freed(key, booking, is_remote, is_expired, cached_tokens, lower_cached_tokens, output_tokens))
         return booking
 
-    def _publish(self, kind: type[Any], *fields: object) -> None:
-        if (listeners := self._listeners.get(kind)) is not None:
-            change = kind(*fields)
-            for listener in listeners:
-                listener(change)
+    def _publish(self, change: BookingChange) -> None:
+        for listener in self._listeners.get(type(change), ()):
+            listener(change)
 
     def _note_progress(self, booking: Booking, *, is_remote: bool) -> None:
         booking.has_local_progress |= not is_remote and not self.is_here(booking)
@@ -295,4 +295,4 @@ class BookingTable:
         if booking.prefilled:
             load.prefill_complete(key)
         load.output_tokens(key, booking.output_tokens)
-        self._publish(Moved, booking)
+        self._publish(Moved(booking))

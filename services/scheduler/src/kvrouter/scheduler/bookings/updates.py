@@ -48,7 +48,7 @@ class BookingUpdates:
         """Releases a booking. Returns whether it was known."""
         cached_tokens = request.cached_tokens if "cached_tokens" in request else None
         booking = self.booking_table.free(
-            checked_key(request.booking),
+            checked_key(request.booking, self.booking_table.keys),
             cached_tokens=cached_tokens,
             lower_cached_tokens=request.lower_cached_tokens if "lower_cached_tokens" in request else None,
             output_tokens=request.output_tokens if "output_tokens" in request else None,
@@ -83,7 +83,7 @@ class BookingUpdates:
         self.booking_ownership.expire(self.clock())
 
     def _find(self, key: BookingKey) -> Booking | None:
-        return self.booking_table.find(checked_key(key), self.clock())
+        return self.booking_table.find(checked_key(key, self.booking_table.keys), self.clock())
 
     def _book_again(self, key: Key, request: pb.ReassertBooking, session_id: str) -> Booking | None:
         pool = self.pools.named(request.component.namespace, request.component.name)
