@@ -128,10 +128,11 @@ class FairBound:
             self._wanting.pop(tenant, None)
         use = self._tenants.get(tenant)
         if use is None:
-            use = self._tenants[tenant] = _Use(0.0, 0, weight)
-        use.amount += amount
-        use.requests += requests
-        use.weight = weight
+            self._tenants[tenant] = _Use(amount, requests, weight)
+        else:
+            use.amount += amount
+            use.requests += requests
+            use.weight = weight
         self.used += amount
         return True
 
@@ -143,8 +144,8 @@ class FairBound:
         self.used -= amount
         if not use.requests:
             del self._tenants[tenant]
-        if not self._tenants:
-            self.used = 0.0  # Sums of fractions leave a rest.
+            if not self._tenants:
+                self.used = 0.0  # Sums of fractions leave a rest.
 
     def _has_room(self, tenant: str, weight: float, amount: float) -> bool:
         after = self.used + amount
