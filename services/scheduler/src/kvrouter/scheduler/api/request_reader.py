@@ -114,7 +114,7 @@ class RequestReader:
                 advice="Name the worker, or choose another mode.",
                 known=sorted({candidate.rank[0] for candidate in pool.candidates}),
             )
-        may_prefill_locally = request.may_prefill_locally and stage == _DECODE
+        may_prefill_locally = stage == _DECODE and request.may_prefill_locally
         return RequestContext(
             pool,
             prompt,
