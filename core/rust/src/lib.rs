@@ -6,6 +6,7 @@
 
 mod calls;
 pub mod fair_lock;
+mod grpc;
 pub mod hash;
 pub mod index;
 mod json_fields;
@@ -30,7 +31,7 @@ mod _native {
     use crate::python::{
         ActiveSequences, ApplySummary, CacheRecency, EventBatch, EventRecorder, ForecastModel, MemoryBudget,
         Observations, PredictedIndex, PrefixIndex, find_json_value, first_token_outside, json_flaw, local_hashes,
-        read_calls, read_responses, read_tokens, sequence_hashes, tokens_from_json, tokens_to_json, write_calls,
-        write_responses,
+        read_calls, read_messages, read_output, read_responses, read_tokens, sequence_hashes, tokens_from_json,
+        tokens_to_json, write_calls, write_responses,
     };
 }

@@ -1,4 +1,4 @@
-//! Reads the output of a worker if it has only tokens, as nearly every piece of a stream.
+//! Reads the output of a worker if it has only tokens, as nearly every piece of a stream, or little else.
 
 use crate::hash::TOKEN_BYTES;
 use crate::wire::{Fields, Value};
@@ -6,28 +6,70 @@ use crate::wire::{Fields, Value};
 /// Fields of `GenerateOutput`.
 const TOKEN_IDS: u32 = 1;
 const TOKEN_ENGINE_NS: u32 = 2;
+const CACHED_TOKENS: u32 = 3;
+const FINISH_REASON: u32 = 4;
+const ARRIVED_ENGINE_NS: u32 = 6;
+
+/// A piece of output without probabilities, text and parameters of a transfer.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct PlainOutput<'a> {
+    /// Token ids, little-endian u32.
+    pub tokens: &'a [u8],
+    pub finish_reason: i32,
+    pub cached_tokens: Option<u32>,
+}
 
 /// Token ids, little-endian u32, of an encoded `WorkerServiceGenerateResponse` that has nothing else but the engine's
 /// times of them. None if it has anything else, has no tokens, is encoded in an unusual way or is malformed.
 pub fn tokens_only(response: &[u8]) -> Option<&[u8]> {
-    let mut fields = Fields::new(response);
-    let (1, Value::Bytes(output)) = fields.next().ok()?? else { return None };
-    if fields.next().ok()?.is_some() {
-        return None;
-    }
-    let mut fields = Fields::new(output);
+    let mut fields = fields_of_output(response)?;
     let (TOKEN_IDS, Value::Bytes(tokens)) = fields.next().ok()?? else { return None };
     if tokens.is_empty() || !tokens.len().is_multiple_of(TOKEN_BYTES) {
         return None;
     }
     while let Some(field) = fields.next().ok()? {
-        match field {
-            (TOKEN_ENGINE_NS, Value::Varint(_)) => {}
-            (TOKEN_ENGINE_NS, Value::Bytes(times)) if Fields::new(times).are_varints() => {}
-            _ => return None,
+        if !is_time(field) {
+            return None;
         }
     }
     Some(tokens)
+}
+
+/// Reads an encoded `WorkerServiceGenerateResponse` that may have the engine's times too. None if it has anything else,
+/// is encoded in an unusual way or is malformed.
+pub fn plain_output(response: &[u8]) -> Option<PlainOutput<'_>> {
+    let mut output = PlainOutput::default();
+    let mut fields = fields_of_output(response)?;
+    while let Some(field) = fields.next().ok()? {
+        match field {
+            (TOKEN_IDS, Value::Bytes(tokens))
+                if output.tokens.is_empty() && tokens.len().is_multiple_of(TOKEN_BYTES) =>
+            {
+                output.tokens = tokens;
+            }
+            (CACHED_TOKENS, Value::Varint(tokens)) => output.cached_tokens = Some(tokens as u32),
+            (FINISH_REASON, Value::Varint(reason)) => output.finish_reason = reason as i32,
+            (ARRIVED_ENGINE_NS, Value::Varint(_)) => {}
+            _ if is_time(field) => {}
+            _ => return None,
+        }
+    }
+    Some(output)
+}
+
+/// Returns the fields of the output of a response that has nothing else.
+fn fields_of_output(response: &[u8]) -> Option<Fields<'_>> {
+    let mut fields = Fields::new(response);
+    let (1, Value::Bytes(output)) = fields.next().ok()?? else { return None };
+    fields.next().ok()?.is_none().then(|| Fields::new(output))
+}
+
+fn is_time(field: (u32, Value<'_>)) -> bool {
+    match field {
+        (TOKEN_ENGINE_NS, Value::Varint(_)) => true,
+        (TOKEN_ENGINE_NS, Value::Bytes(times)) => Fields::new(times).are_varints(),
+        _ => false,
+    }
 }
 
 #[cfg(test)]
@@ -40,6 +82,18 @@ mod tests {
         assert_eq!(tokens_only(&plain), Some(&[57, 48, 0, 0][..]));
         let timed = [10, 10, 10, 4, 57, 48, 0, 0, 18, 2, 0x80, 1];
         assert_eq!(tokens_only(&timed), Some(&[57, 48, 0, 0][..]));
+    }
+
+    #[test]
+    fn a_piece_that_begins_and_ends_the_output_is_read() {
+        let response = [10, 14, 10, 4, 57, 48, 0, 0, 24, 0x80, 1, 32, 2, 48, 5, 16];
+        assert_eq!(plain_output(&response), None, "cut off");
+        let expected = PlainOutput { tokens: &[57, 48, 0, 0], finish_reason: 2, cached_tokens: Some(128) };
+        assert_eq!(plain_output(&[&[10, 13], &response[2..15]].concat()), Some(expected));
+        assert_eq!(plain_output(&[10, 0]), Some(PlainOutput::default()));
+        for other in [[66, 0], [74, 0], [42, 0], [56, 1], [98, 0]] {
+            assert_eq!(plain_output(&[10, 2, other[0], other[1]]), None, "{other:?}");
+        }
     }
 
     #[test]

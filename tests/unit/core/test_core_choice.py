@@ -24,6 +24,8 @@ NAMES = {
     "first_token_outside",
     "json_flaw",
     "read_calls",
+    "read_messages",
+    "read_output",
     "read_responses",
     "read_tokens",
     "tokens_from_json",

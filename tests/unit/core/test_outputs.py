@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, strategies as st
-from kvrouter.core import IMPLEMENTATIONS, read_tokens
-from kvrouter.core.reference.outputs import read_tokens as reference
+from kvrouter.core import IMPLEMENTATIONS, read_output, read_tokens
+from kvrouter.core.reference.outputs import read_output as reference_output, read_tokens as reference
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateResponse
 
 _TOKENS = st.lists(st.integers(0, (1 << 32) - 1), max_size=80)
@@ -45,3 +45,15 @@ def test_a_damaged_piece_is_read_as_by_the_reference_or_not_at_all(
     encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
 
     assert read_tokens(bytes(encoded)) in (None, reference(bytes(encoded)))
+
+
+@given(_TOKENS, _TIMES, st.integers(0, 9), st.none() | st.integers(0, (1 << 32) - 1), st.data())
+def test_the_first_and_last_piece_are_read_as_by_the_reference(
+    tokens: list[int], times: list[int], reason: int, cached: int | None, data: st.DataObject
+) -> None:
+    encoded = _encoded(token_ids=tokens, token_engine_ns=times, finish_reason=reason, cached_tokens=cached)
+    damaged = bytearray(encoded)
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+
+    assert read_output(encoded) == reference_output(encoded) == (tuple(tokens), reason, cached)
+    assert read_output(bytes(damaged)) in (None, reference_output(bytes(damaged)))

@@ -8,11 +8,12 @@ from kvrouter.core.reference.cache_recency import CacheRecency
 from kvrouter.core.reference.calls import read_calls, read_responses, write_calls, write_responses
 from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.event_recorder import EventRecorder
+from kvrouter.core.reference.grpc import read_messages
 from kvrouter.core.reference.hashing import local_hashes, sequence_hashes
 from kvrouter.core.reference.json_tokens import find_json_value, json_flaw, tokens_from_json, tokens_to_json
 from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.observations import Observations
-from kvrouter.core.reference.outputs import read_tokens
+from kvrouter.core.reference.outputs import read_output, read_tokens
 from kvrouter.core.reference.predicted_index import PredictedIndex
 from kvrouter.core.reference.prefix_index import PrefixIndex
 from kvrouter.core.reference.vocabulary import first_token_outside
@@ -31,6 +32,8 @@ __all__ = [
     "json_flaw",
     "local_hashes",
     "read_calls",
+    "read_messages",
+    "read_output",
     "read_responses",
     "read_tokens",
     "sequence_hashes",

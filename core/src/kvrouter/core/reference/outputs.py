@@ -1,8 +1,9 @@
-"""Reads the output of a worker if it has only tokens, as nearly every piece of a stream."""
+"""Reads the output of a worker if it has only tokens, as nearly every piece of a stream, or little else."""
 
 from __future__ import annotations
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateResponse
 
 
@@ -23,3 +24,27 @@ def read_tokens(response: bytes) -> tuple[int, ...] | None:
     alone = WorkerServiceGenerateResponse()
     alone.output.token_ids.extend(tokens)
     return tokens if tokens and rest == alone.SerializeToString() else None
+
+
+_PLAIN = {"token_ids", "token_engine_ns", "cached_tokens", "finish_reason", "arrived_engine_ns"}
+
+
+def read_output(response: bytes) -> tuple[tuple[int, ...], int, int | None] | None:
+    """Returns token ids, finish reason and cached tokens of an encoded WorkerServiceGenerateResponse.
+
+    Times by the engine's clock are ignored. None if it has any other field, is encoded in an unusual way or is
+    malformed: then a parser of all messages must read it.
+    """
+    try:
+        message = WorkerServiceGenerateResponse.FromString(response)
+    except DecodeError:
+        return None
+    output = message.output
+    fields = {field.name for field, _ in output.ListFields()}
+    if "output" not in message or not fields <= _PLAIN or _has_unknown(message) or _has_unknown(output):
+        return None
+    return tuple(output.token_ids), output.finish_reason, output.cached_tokens if "cached_tokens" in output else None
+
+
+def _has_unknown(message: Message) -> bool:
+    return bool(len(UnknownFieldSet(message)))
