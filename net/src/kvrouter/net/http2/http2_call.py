@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 import grpc
 import hpack
+from kvrouter.core import read_messages
 from kvrouter.net.http2.frames import (
     DATA,
     END_HEADERS,
@@ -28,6 +29,7 @@ from kvrouter.net.http2.frames import (
 from kvrouter.net.http2.side import (
     CONNECTION_WINDOW_BYTES,
     ITEMS_OF_SENT_FRAME,
+    LEAST_USEFUL_BYTES,
     MAX_HEADER_BYTES,
     Http2Side,
     Http2Violation,
@@ -140,6 +142,23 @@ class Http2Call(Http2Side):
         self.blocked = False
         self._replies.append(frame(Kind.RST_STREAM, ErrorCode.CANCEL.to_bytes(4, "big"), stream=_STREAM))
         self._replies.append(frame(Kind.GOAWAY, bytes(4) + ErrorCode.NO_ERROR.to_bytes(4, "big")))
+
+    def receive(self, data: bytes) -> None:
+        """Processes bytes of the server: whole messages first, of which nearly all reads consist.
+
+        Raises:
+            Http2Violation: the server broke a rule, or floods.
+        """
+        position, fruitless = 0, int(len(data) < LEAST_USEFUL_BYTES)
+        if self._status and not (self._unread or self._messages.begun or self.is_over or self._headers is not None):
+            messages, short_frames, payload_bytes, position = read_messages(
+                data, _STREAM, self._messages.max_bytes, LEAST_USEFUL_BYTES
+            )
+            self._consumed += payload_bytes
+            fruitless += short_frames - _ITEMS_OF_MESSAGE * len(messages)
+            for message in messages:
+                self.on_message(message)
+        self._take_frames(data, position, fruitless)
 
     def take(self) -> bytes:
         """Returns the bytes to write now, and forgets them."""

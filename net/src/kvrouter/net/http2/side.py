@@ -50,7 +50,7 @@ _HEADER_ITEM_BYTES: Final = 16
 """Bytes of a header block per item of a flood: HPACK takes about 1 µs a byte."""
 _FRAME_ITEM_BYTES: Final = 64
 """The same for other frames without a message."""
-_LEAST_USEFUL_BYTES: Final = 256
+LEAST_USEFUL_BYTES: Final = 256
 """Frames with data, and reads, below this size count as items of a flood, unless they complete a message."""
 _PREFIX: Final = struct.Struct(">BI")
 """Prefix of a gRPC message: compression and length."""
@@ -188,10 +188,15 @@ class Http2Side(ABC):
         """
         if not self.has_begun and not (data := self._take_preface(data)):
             return
-        # The read and its frames with little data, less what their messages restore.
-        fruitless: int = len(data) < _LEAST_USEFUL_BYTES
+        self._take_frames(data, 0, len(data) < LEAST_USEFUL_BYTES)
+
+    def _take_frames(self, data: bytes, position: int, fruitless: int) -> None:
+        """Processes the frames of a read from a position on.
+
+        ``fruitless``: the read and its frames with little data, less what their messages restore.
+        """
         buffer = self._unread + data if self._unread else data
-        position, end = 0, len(buffer)
+        end = len(buffer)
         while end - position >= HEADER_BYTES and not self.is_over:
             length, kind, flags, stream = read_frame_header(buffer, position)
             if length > LEAST_MAX_FRAME_BYTES:
@@ -208,7 +213,7 @@ class Http2Side(ABC):
                 self._consumed += length
                 if flags & PADDED:
                     payload = _unpadded(payload)
-                fruitless += len(payload) < _LEAST_USEFUL_BYTES
+                fruitless += len(payload) < LEAST_USEFUL_BYTES
                 fruitless -= self._take_data(stream, flags, payload, length)
                 if fruitless and not self.flood.spend(fruitless):
                     raise Flood
