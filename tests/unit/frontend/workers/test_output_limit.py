@@ -81,7 +81,7 @@ def test_no_more_tokens_arrive_than_were_requested(has_details: bool, limit: int
 async def test_an_answer_that_keeps_to_the_limit_passes_unchanged() -> None:
     pieces = detailed(2), detailed(2, finish_reason=STOP)
     passed, overruns, _ = await passed_on(4, *pieces)
-    assert [isinstance(each, DetailedOutput) and each.message for each in passed] == [*pieces]
+    assert [isinstance(each, DetailedOutput) and each.copy_message() for each in passed] == [*pieces]
     assert not overruns
 
 

@@ -25,7 +25,7 @@ from kvrouter.net.calls import NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.errors import DeadlineExceeded, Draining, KvRouterError, WorkerLost
-from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
+from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
 
@@ -170,11 +170,11 @@ class WorkerAttempt:
                 self._receiver_failed(error)
             return
         try:
-            message = WorkerServiceGenerateResponse.FromString(encoded).output
+            output = DetailedOutput.read(encoded)
         except DecodeError:
             self._end_failed(self._note("malformed", "sent a message that is no WorkerServiceGenerateResponse"))
         else:
-            self._take(DetailedOutput.of(message, encoded))
+            self._take(output)
 
     def take(self, output: DetailedOutput) -> None:
         """Passes a piece on that an engine has sent over its OpenAI API."""

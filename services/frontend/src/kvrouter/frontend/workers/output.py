@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, cast
 
 import msgspec
+from kvrouter.core import read_output
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
@@ -58,8 +59,28 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
     """Hands the prompt's KV blocks over, in the output of a prefill."""
     logprobs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogprobs] = ()
-    message: GenerateOutput | None = None
-    """The worker's message, parsed; None from an engine's OpenAI API."""
+    is_of_worker: bool = False
+    """Whether it comes from a worker, not from an engine's OpenAI API."""
+
+    @classmethod
+    def read(cls, encoded: bytes) -> DetailedOutput:
+        """Returns the piece in an encoded WorkerServiceGenerateResponse.
+
+        Raises:
+            DecodeError: it cannot be decoded.
+        """
+        plain = read_output(encoded)
+        if plain is None:
+            return cls.of(WorkerServiceGenerateResponse.FromString(encoded).output, encoded)
+        token_ids, finish_reason, cached_tokens = plain
+        return cls(
+            len(token_ids),
+            token_ids,
+            encoded,
+            finish_reason=cast(FinishReason, finish_reason),
+            cached_tokens=cached_tokens,
+            is_of_worker=True,
+        )
 
     @classmethod
     def of(cls, message: GenerateOutput, raw: bytes = b"") -> DetailedOutput:
@@ -75,7 +96,7 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
             transfer_params=message.transfer_params if message.HasField("transfer_params") else None,
             logprobs=message.logprobs,
             top_logprobs=message.top_logprobs,
-            message=message,
+            is_of_worker=True,
         )
 
     @classmethod
@@ -97,7 +118,7 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
 
     def without(self, field: OptionalField) -> DetailedOutput:
         """Returns the piece without one of its optional fields."""
-        if self.message is None:
+        if not self.is_of_worker:
             return DetailedOutput(self.tokens, self.token_ids, self.raw, finish_reason=self.finish_reason)
         rest = self.copy_message()
         rest.ClearField(field)
@@ -107,7 +128,4 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
 
     def copy_message(self) -> GenerateOutput:
         """Returns a copy of the worker's message, to be changed."""
-        message = GenerateOutput()
-        if self.message is not None:
-            message.CopyFrom(self.message)
-        return message
+        return WorkerServiceGenerateResponse.FromString(self.raw).output if self.is_of_worker else GenerateOutput()
