@@ -140,17 +140,19 @@ class RelativeLatency:
         return self._column
 
     def _estimate(self, now: float) -> NDArray[np.float64]:
-        latencies = np.ones(len(self._means))
-        weights = [mean.weight_at(now) for mean in self._means.values()]
-        total = sum(weights)
+        means = self._means.values()
+        weights = np.array([mean.weight_at(now) for mean in means], np.float64)
+        total = weights.sum()
         if not total:
-            return latencies
-        usual = sum(weight * rank.mean for weight, rank in zip(weights, self._means.values(), strict=True)) / total
-        spread = DOUBT**2 * max(self._variance, LEAST_SPREAD**2)
-        for place, (weight, rank) in enumerate(zip(weights, self._means.values(), strict=True)):
-            deviation = rank.mean - usual
-            if weight and deviation**2 > (doubt := max(spread / weight, TRAFFIC**2)):
-                latencies[place] = limited(math.exp(deviation - doubt / deviation), WIDEST)
+            return np.ones(len(means))
+        logs = np.array([mean.mean for mean in means], np.float64)
+        deviations = np.where(weights > 0, logs - (weights * logs).sum() / total, 0.0)
+        spread = max(self._variance, LEAST_SPREAD**2)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            doubt = np.maximum(DOUBT**2 * spread / weights, TRAFFIC**2)
+            kept = deviations - doubt / deviations
+        trusted = deviations**2 > doubt
+        latencies: NDArray[np.float64] = np.clip(np.exp(np.where(trusted, kept, 0.0)), 1 / WIDEST, WIDEST)
         return latencies
 
 
