@@ -144,18 +144,18 @@ class Http2Call(Http2Side):
         self._replies.append(frame(Kind.GOAWAY, bytes(4) + ErrorCode.NO_ERROR.to_bytes(4, "big")))
 
     def receive(self, data: bytes) -> None:
-        """Processes bytes of the server: whole messages first, of which nearly all reads consist.
+        """Processes bytes of the server. Nearly all reads contain only whole messages, which one native call reads.
 
         Raises:
             Http2Violation: the server broke a rule, or floods.
         """
-        position, fruitless = 0, int(len(data) < LEAST_USEFUL_BYTES)
+        position = fruitless = 0
         if self._status and not (self._unread or self._messages.begun or self.is_over or self._headers is not None):
             messages, short_frames, payload_bytes, position = read_messages(
                 data, _STREAM, self._messages.max_bytes, LEAST_USEFUL_BYTES
             )
             self._consumed += payload_bytes
-            fruitless += short_frames - _ITEMS_OF_MESSAGE * len(messages)
+            fruitless = short_frames - _ITEMS_OF_MESSAGE * len(messages)
             for message in messages:
                 self.on_message(message)
         self._take_frames(data, position, fruitless)

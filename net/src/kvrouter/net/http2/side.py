@@ -188,13 +188,17 @@ class Http2Side(ABC):
         """
         if not self.has_begun and not (data := self._take_preface(data)):
             return
-        self._take_frames(data, 0, len(data) < LEAST_USEFUL_BYTES)
+        self._take_frames(data)
 
-    def _take_frames(self, data: bytes, position: int, fruitless: int) -> None:
-        """Processes the frames of a read from a position on.
+    def _take_frames(self, data: bytes, position: int = 0, fruitless: int = 0) -> None:
+        """Processes the frames of a read.
 
-        ``fruitless``: the read and its frames with little data, less what their messages restore.
+        Args:
+            data: The bytes of the read.
+            position: Where the first frame to process begins.
+            fruitless: Flood items of the frames before it: those with little data, less what their messages restore.
         """
+        fruitless += len(data) < LEAST_USEFUL_BYTES
         buffer = self._unread + data if self._unread else data
         end = len(buffer)
         while end - position >= HEADER_BYTES and not self.is_over:
