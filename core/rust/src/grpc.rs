@@ -1,4 +1,4 @@
-//! Reads gRPC messages in frames of HTTP/2 that have whole messages, as nearly all frames of a call stream do.
+//! Reads gRPC messages from HTTP/2 frames that contain only whole messages, as nearly all of a call stream do.
 
 const FRAME_HEADER_BYTES: usize = 9;
 const MESSAGE_HEADER_BYTES: usize = 5;
@@ -17,7 +17,9 @@ pub struct Messages<'a> {
     pub bytes: usize,
 }
 
-/// Returns the messages of a stream that precede any other frame, and any one with a flag or a part of a message.
+/// Returns the messages at the beginning of an input, up to the first frame that must be read in another way: one that
+/// is incomplete, is no DATA frame of the stream, has a flag, or contains anything but whole, uncompressed messages of at
+/// most `max_message_bytes`.
 pub fn whole_messages(input: &[u8], stream: u32, max_message_bytes: usize, short_bytes: usize) -> Messages<'_> {
     let mut read = Messages::default();
     while let Some(payload) = input.get(read.bytes..).and_then(|rest| data_of(rest, stream)) {
@@ -43,7 +45,7 @@ fn data_of(input: &[u8], stream: u32) -> Option<&[u8]> {
     rest.get(..size)
 }
 
-/// Adds the messages of a payload. Returns whether it has one and nothing else, and all are accepted.
+/// Adds the messages of a payload. Returns whether there are any, and nothing else.
 fn split<'a>(mut payload: &'a [u8], max_bytes: usize, messages: &mut Vec<&'a [u8]>) -> bool {
     let has_any = !payload.is_empty();
     while let Some((&[compressed, size @ ..], rest)) = payload.split_first_chunk::<MESSAGE_HEADER_BYTES>() {

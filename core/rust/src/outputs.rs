@@ -1,4 +1,4 @@
-//! Reads the output of a worker if it has only tokens, as nearly every piece of a stream, or little else.
+//! Reads a worker's pieces of output without a protobuf message: those with only tokens, and plain first and last ones.
 
 use crate::hash::TOKEN_BYTES;
 use crate::wire::{Fields, Value};

@@ -21,7 +21,7 @@ def read_calls(message: bytes) -> list[Call] | None:
     except DecodeError:
         return None
     calls = parsed.calls
-    if not calls or not _has_only(parsed, {"calls"}) or any(len(UnknownFieldSet(call)) for call in calls):
+    if not calls or not has_only(parsed, {"calls"}) or any(len(UnknownFieldSet(call)) for call in calls):
         return None
     return [call_of(call) for call in calls]
 
@@ -40,7 +40,7 @@ def read_responses(message: bytes) -> Responses | None:
     numbers, whole, others = parsed.whole_numbers, parsed.whole_responses, parsed.responses
     if len(numbers) != len(whole) or not (whole or others):
         return None
-    if not _has_only(parsed, {"responses", "whole_numbers", "whole_responses"}):
+    if not has_only(parsed, {"responses", "whole_numbers", "whole_responses"}):
         return None
     if any(other.kind == _FAILED or other.HasField("failure") or len(UnknownFieldSet(other)) for other in others):
         return None
@@ -79,5 +79,6 @@ def write_responses(whole: list[tuple[int, bytes]], others: list[tuple[int, int,
     return message.SerializeToString()
 
 
-def _has_only(message: Message, fields: set[str]) -> bool:
+def has_only(message: Message, fields: set[str]) -> bool:
+    """Returns whether a message has no fields but these."""
     return not len(UnknownFieldSet(message)) and {field.name for field, _ in message.ListFields()} <= fields

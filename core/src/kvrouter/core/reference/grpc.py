@@ -1,4 +1,4 @@
-"""Reads gRPC messages in frames of HTTP/2 that have whole messages, as nearly all frames of a call stream do."""
+"""Reads gRPC messages from HTTP/2 frames that contain only whole messages, as nearly all of a call stream do."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ _MAX_FRAME_BYTES = 1 << 14
 def read_messages(
     data: bytes, stream: int, max_message_bytes: int, short_bytes: int
 ) -> tuple[list[bytes], int, int, int]:
-    """Returns the messages of a stream that precede any other frame, and any one with a flag or a part of a message.
+    """Returns the messages at the beginning of the input, up to the first frame that must be read in another way.
 
-    With them: the number of frames with a payload of less than ``short_bytes``, the size of the payloads, and that of
-    the frames.
+    Such a frame is incomplete, is no DATA frame of the stream, has a flag, or contains anything but whole,
+    uncompressed messages of at most ``max_message_bytes``.
+
+    Returns:
+        The messages, the number of their frames with a payload of less than ``short_bytes``, the bytes of the payloads
+        and the bytes of the frames.
     """
     messages: list[bytes] = []
     short_frames = payload_bytes = position = 0
@@ -26,10 +30,10 @@ def read_messages(
         payload = data[start : start + size]
         if kind or flags or number & ~(1 << 31) != stream or size > _MAX_FRAME_BYTES or len(payload) < size:
             break
-        found = _split(payload, max_message_bytes)
-        if not found:
+        split = _split(payload, max_message_bytes)
+        if not split:
             break
-        messages += found
+        messages += split
         short_frames += size < short_bytes
         payload_bytes += size
         position = start + size
@@ -37,7 +41,7 @@ def read_messages(
 
 
 def _split(payload: bytes, max_bytes: int) -> list[bytes]:
-    """Returns the messages of a payload; none if it has anything else, or one that is not accepted."""
+    """Returns the messages of a payload; none if it contains anything else."""
     messages: list[bytes] = []
     while payload:
         if len(payload) < _MESSAGE_HEADER.size:

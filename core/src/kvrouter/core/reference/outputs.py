@@ -1,9 +1,9 @@
-"""Reads the output of a worker if it has only tokens, as nearly every piece of a stream, or little else."""
+"""Reads a worker's pieces of output: those with only tokens, and plain first and last ones."""
 
 from __future__ import annotations
 
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
+from google.protobuf.message import DecodeError
+from kvrouter.core.reference.calls import has_only
 from kvrouter.v1.worker_pb2 import WorkerServiceGenerateResponse
 
 
@@ -40,11 +40,6 @@ def read_output(response: bytes) -> tuple[tuple[int, ...], int, int | None] | No
     except DecodeError:
         return None
     output = message.output
-    fields = {field.name for field, _ in output.ListFields()}
-    if "output" not in message or not fields <= _PLAIN or _has_unknown(message) or _has_unknown(output):
+    if "output" not in message or not has_only(message, {"output"}) or not has_only(output, _PLAIN):
         return None
     return tuple(output.token_ids), output.finish_reason, output.cached_tokens if "cached_tokens" in output else None
-
-
-def _has_unknown(message: Message) -> bool:
-    return bool(len(UnknownFieldSet(message)))
