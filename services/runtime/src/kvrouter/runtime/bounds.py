@@ -128,11 +128,10 @@ class FairBound:
             self._wanting.pop(tenant, None)
         use = self._tenants.get(tenant)
         if use is None:
-            self._tenants[tenant] = _Use(amount, requests, weight)
-        else:
-            use.amount += amount
-            use.requests += requests
-            use.weight = weight
+            use = self._tenants[tenant] = _Use(0.0, 0, weight)
+        use.amount += amount
+        use.requests += requests
+        use.weight = weight
         self.used += amount
         return True
 

@@ -52,23 +52,21 @@ class LoopHistogram(Collector):
         )
         """Upper bounds of the parts of all buckets; the last bucket has none."""
         self._parts = parts
-        self._series: dict[tuple[str, ...], Observations] = {}
-        self._created: dict[tuple[str, ...], float] = {}
-        """Unix time at which each series began, seconds."""
+        self._series: dict[tuple[str, ...], tuple[float, Observations]] = {}
+        """Unix time at which each series began, seconds, and its observations."""
         registry.register(self)
 
     def of(self, *values: str) -> Observations:
         """Returns the observations with these values of the labels, to be kept by the caller."""
         series = self._series.get(values)
         if series is None:
-            series = self._series[values] = Observations(self.bounds)
-            self._created[values] = time.time()
-        return series
+            series = self._series[values] = time.time(), Observations(self.bounds)
+        return series[1]
 
     def counts(self) -> tuple[int, ...]:
         """Returns the observations by part of a bucket, of all series together; the last bucket has no upper bound."""
         counts = [0] * (len(self.bounds) + 1)
-        for series in self._series.values():
+        for _, series in self._series.values():
             counts = [total + count for total, count in zip(counts, series.counts, strict=True)]
         return tuple(counts)
 
@@ -81,11 +79,11 @@ class LoopHistogram(Collector):
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         last = slice(self._parts - 1, None, self._parts)
         bounds = [*map(floatToGoString, self.bounds[last]), "+Inf"]
-        for values, series in list(self._series.items()):
+        for values, (created, series) in list(self._series.items()):
             totals = list(accumulate(series.counts))
             family.add_metric(values, list(zip(bounds, [*totals[:-1][last], totals[-1]], strict=True)), series.sum)
             labels = dict(zip(self._labels, values, strict=True))
             if self.bounds[0] < 0:  # Then the family leaves out the count, too.
                 family.add_sample(f"{self._name}_count", labels, totals[-1])
-            family.add_sample(f"{self._name}_created", labels, self._created[values])
+            family.add_sample(f"{self._name}_created", labels, created)
         yield family
