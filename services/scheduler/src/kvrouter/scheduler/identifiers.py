@@ -28,7 +28,7 @@ def key_of(key: BookingKey) -> Key:
 
 
 def checked_key(booking: BookingKey, known: Container[Key] = ()) -> Key:
-    """Returns the checked key of a message. The ``known`` ones were checked before.
+    """Returns the checked key of a message. Keys in ``known`` have been checked before.
 
     Raises:
         BadRequest: the request id is empty or too long or has control characters, or there is no such stage.
