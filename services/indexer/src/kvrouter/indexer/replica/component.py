@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import structlog
 from kvrouter.core import MemoryBudget, PrefixIndex, Rank, RankInfo
@@ -56,6 +57,21 @@ class Limits:
     """Time for which the blocks of a worker without a registration are kept."""
     compare_seconds: float = 10.0
     """Maximum wait of readiness for comparisons with workers after the transport is read."""
+
+
+class RankStanding(NamedTuple):
+    """What is known of a rank beside its blocks."""
+
+    partial: bool
+    """Whether blocks may be missing, in the index or already at its worker."""
+    silent: bool
+    """Whether it is registered and sent no event or heartbeat for several heartbeat intervals."""
+    stale: bool
+    """Whether its newest evidence is older than several heartbeat intervals."""
+    verified: bool
+    """Whether it was compared with its worker, has missed no event since, is not stale, and its worker lost none."""
+    evidence_age: float | None
+    """Seconds since its newest evidence; None if there is none."""
 
 
 class ComponentIndex:
@@ -341,38 +357,35 @@ class ComponentIndex:
             self._log.info("rank.heard")
         self._silence_logged = bool(silent)
 
-    def is_silent(self, rank: Rank) -> bool:
-        """Returns whether a registered rank sent no event or heartbeat for several heartbeat intervals."""
-        return rank in self._silence.silent
-
-    def is_stale(self, rank: Rank) -> bool:
-        """Returns whether the newest evidence about a rank is older than several heartbeat intervals."""
+    def standing(self, info: RankInfo, now: float) -> RankStanding:
+        """Returns what is known of a rank, ``now`` by the monotonic clock."""
+        rank = (info.worker_id, info.dp_rank)
+        tally = self.state.known.view(rank)
         limit = self._silence_limits.get(rank) or _silence_limit(self._workers.get(rank[0]))
-        return exceeds(self.state.known.view(rank).evidence.at, time.monotonic(), limit)
-
-    def is_verified(self, rank: Rank) -> bool:
-        """Returns whether a rank was compared with its worker, has missed no event since, and is not stale.
-
-        A rank whose worker lost events of its engine is not verified either.
-        """
-        return self.state.known.view(rank).verified and not self.is_stale(rank) and rank not in self._lost_events
-
-    def is_partial(self, info: RankInfo) -> bool:
-        """Returns whether blocks of a rank may be missing, in the index or already at its worker."""
-        return info.partial or (info.worker_id, info.dp_rank) in self._lost_events
+        evidence_at = tally.evidence.at
+        stale = exceeds(evidence_at, now, limit)
+        lost_events = rank in self._lost_events
+        return RankStanding(
+            info.partial or lost_events,
+            rank in self._silence.silent,
+            stale,
+            tally.verified and not stale and not lost_events,
+            age(evidence_at, now),
+        )
 
     def _rank_stats(self, info: RankInfo) -> RankStats:
         worker = self._workers.get(info.worker_id)
         rank: Rank = (info.worker_id, info.dp_rank)
         tally, now = self.state.known.view(rank), time.monotonic()
+        standing = self.standing(info, now)
         return RankStats(
             rank=RankMessage(worker_id=info.worker_id, dp_rank=info.dp_rank),
             cursor=Cursor(incarnation=info.incarnation, next_event_id=info.next_event_id),
             blocks=info.blocks,
             memory_bytes=info.memory_bytes,
-            partial=self.is_partial(info),
+            partial=standing.partial,
             evicted=info.evicted,
-            verified=self.is_verified(rank),
+            verified=standing.verified,
             drifts=tally.drifts,
             resynced_unix_ns=tally.resynced_unix_ns or None,
             resync_reason=tally.resync_reason,
@@ -381,8 +394,8 @@ class ComponentIndex:
             transport=self._transport(worker) if worker else Transport.TRANSPORT_UNSPECIFIED,
             evidence_age_ms=_age_ms(tally.evidence.at, now),
             heard_age_ms=_age_ms(tally.evidence.heard_at, now),
-            stale=self.is_stale(rank),
-            silent=self.is_silent(rank),
+            stale=standing.stale,
+            silent=standing.silent,
             repair=self.resync.repair_of(rank),
         )
 
