@@ -117,5 +117,5 @@ def _check_address(address: str) -> None:
 
 
 def _check_enum(value: int, kind: EnumTypeWrapper, field: str) -> None:
-    if value not in kind.values():
+    if value not in kind.DESCRIPTOR.values_by_number:
         raise Undecodable("invalid", f"expected a known {field}, received {value}")
