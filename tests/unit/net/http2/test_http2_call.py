@@ -46,7 +46,7 @@ def receive_all(made: Http2Call, chunks: Iterable[bytes]) -> None:
 
 
 def test_a_call_begins_with_its_path_and_metadata() -> None:
-    made, _ = call(metadata=(("x-token", "secret"),))
+    made, _ = call(metadata=(("x-token", "secret"), ("x-long", "é" * 200)))
     sent = read(made.take())
     assert sent.headers == {
         b":method": b"POST",
@@ -57,6 +57,7 @@ def test_a_call_begins_with_its_path_and_metadata() -> None:
         b"content-type": b"application/grpc",
         b"user-agent": b"kvrouter",
         b"x-token": b"secret",
+        b"x-long": "é".encode() * 200,
     }
     assert sent.kinds() == [Kind.SETTINGS, Kind.WINDOW_UPDATE]
     assert made.take() == b""

@@ -95,6 +95,8 @@ class GrpcConnection(Endpoint):
                 raise
             return connection
 
+        if len(addresses) == 1:
+            return await connect(addresses[0])
         try:
             return await first_connection(addresses, connect, within_seconds)
         except ExceptionGroup as failed:

@@ -304,15 +304,16 @@ class ReceivedCall:
             connection.append(frame(Kind.RST_STREAM, bytes(4), stream=self.number))
 
     def _status(self) -> bytes:
-        if self._code is grpc.StatusCode.OK and self._has_begun:
-            return _OK
-        fields = [("grpc-status", str(self._code.value[0]))]
-        if self._details:
-            fields.append(("grpc-message", quote(self._details[:_MAX_DETAILS], safe=" !#$&'()*+,/:;=?@[]")))
-        for name, value in self._trailing:
-            text = base64.b64encode(value).decode().rstrip("=") if isinstance(value, bytes) else value
-            fields.append((name, text))
-        encoded = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields])
+        if self._code is grpc.StatusCode.OK and not (self._details or self._trailing):
+            encoded = _OK
+        else:
+            fields = [("grpc-status", str(self._code.value[0]))]
+            if self._details:
+                fields.append(("grpc-message", quote(self._details[:_MAX_DETAILS], safe=" !#$&'()*+,/:;=?@[]")))
+            for name, value in self._trailing:
+                text = base64.b64encode(value).decode().rstrip("=") if isinstance(value, bytes) else value
+                fields.append((name, text))
+            encoded = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields])
         return encoded if self._has_begun else _BEGINNING + encoded
 
     def take(self, payload: bytes, length: int, *, ends: bool) -> None:

@@ -365,7 +365,7 @@ class Http2Side(ABC):
             for name in headers:
                 headers[name] = b", ".join(value for each, value in fields if each == name)
         if before != (table.maxsize, *table.dynamic_entries):
-            self._known_blocks.clear()
+            self._known_blocks = {}
         elif len(self._known_blocks) < _MOST_KNOWN_BLOCKS:
             self._known_blocks[block] = headers
         return headers
