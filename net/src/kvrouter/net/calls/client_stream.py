@@ -57,6 +57,10 @@ _ITEMS_OF_CANCEL = 100
 """Responses of a cancelled call under way."""
 
 
+_PING = OpenCallStreamRequest(ping=1).SerializeToString()
+_PONG = OpenCallStreamResponse(pong=1).SerializeToString()
+"""The messages of a probe. There are hundreds a second, for thousands of idle servers."""
+
 _LEAST_PART_BYTES = 256
 """Parts below this size are items of a flood: a server cuts long responses only."""
 
@@ -207,7 +211,10 @@ class ClientStream:
         if self._cancelled or self._ping:
             count = min(len(self._cancelled), room // 4 // _CANCEL_BYTES)
             cancelled = [self._cancelled.popleft() for _ in range(count)]
-            head = OpenCallStreamRequest(cancelled=cancelled, ping=self._ping or None).SerializeToString()
+            if cancelled or self._ping > 1:
+                head = OpenCallStreamRequest(cancelled=cancelled, ping=self._ping or None).SerializeToString()
+            else:
+                head = _PING
             room -= _CANCEL_BYTES * count
             self._ping = 0
         # A long request gets part of the message, however many short ones wait.
@@ -340,6 +347,10 @@ class ClientStream:
 
     def _receive_any(self, encoded: bytes) -> int:
         """Processes a message that may have more than responses. Returns their number."""
+        if encoded == _PONG:
+            self._spend(_ITEMS_OF_EMPTY_MESSAGE)
+            self._end_ping(answered=True)
+            return 0
         message = parse(OpenCallStreamResponse, encoded, self._limits)
         if message.HasField("server_hello"):
             raise ProtocolViolation("hello", "expected one hello on a stream, received another")
