@@ -234,7 +234,9 @@ def test_events_are_served_from_a_cursor() -> None:
     (batch,) = rank.events(Cursor(incarnation=9, next_event_id=2))
     assert [event.event_id for event in batch.events] == [2, 3, 4]
     assert batch.digest == rank.stats().digest
-    assert list(rank.events(Cursor(incarnation=9, next_event_id=5))) == []
+    end = Cursor(incarnation=9, next_event_id=5)
+    assert list(rank.events(end)) == []
+    assert rank.is_current(end)
     for gone in (Cursor(incarnation=9, next_event_id=1), Cursor(incarnation=9, next_event_id=6), Cursor(incarnation=8)):
         with pytest.raises(EventsGone):
             rank.events(gone)

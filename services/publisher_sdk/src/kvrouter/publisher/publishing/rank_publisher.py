@@ -324,6 +324,10 @@ class RankPublisher:
         with self._lock:
             return map(GetRankStateResponse.FromString, self._recorder.state_chunks(chunk_blocks))
 
+    def is_current(self, cursor: Cursor) -> bool:
+        """Returns whether a cursor is at the end of the recorded events, so that there are none from it on."""
+        return cursor.incarnation == self.incarnation and cursor.next_event_id == self._counts.next_event_id
+
     def events(self, start: Cursor, until_event_id: int = 0) -> Iterator[KvEventBatch]:
         """Returns the events from a cursor to below ``until_event_id`` (0 for all) in batches; none if up to date.
 
