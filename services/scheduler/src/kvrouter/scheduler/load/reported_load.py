@@ -137,8 +137,9 @@ class LoadReports:
         place, report = self._places[rank], arrived.report
         self._shares[place] = report.active_blocks / report.total_blocks if report.total_blocks else 0.0
         self._prefill_tokens[place] = min(report.prefill_tokens, _LARGEST)
-        self._others[place] = arrived.others
-        self._has_others = bool(self._others.any())
+        if arrived.others != self._others[place]:
+            self._others[place] = arrived.others
+            self._has_others = bool(self._others.any())
         self._heard[place] = arrived.at
 
     def _is_outrun(self, report: LoadReport, arrived: _Arrived, now: float) -> bool:
