@@ -149,27 +149,29 @@ FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
         "settings": ("load", "overlap", "policies", "queue", "request"),
     },
     "frontend": {
-        "access": ("settings",),
+        "access": ("generate_request", "settings"),
         "metrics": (),
-        "packed_prompt": (),
+        # The request as all of the folders below know it.
+        "generate_request": (),
+        "packed_prompt": ("generate_request",),
         "recording": (),
         "text": (),
         "schedulers": (),
-        "workers": ("metrics", "packed_prompt"),
+        "workers": ("generate_request", "metrics", "packed_prompt"),
         "request": (
-            *("access", "metrics", "packed_prompt", "recording"),
+            *("access", "generate_request", "metrics", "packed_prompt", "recording"),
             *("schedulers", "settings", "text", "workers"),
         ),
         # The schema of requests, and responses. Nothing here calls an engine.
-        "edge": ("access", "packed_prompt", "request", "text", "workers"),
+        "edge": ("access", "generate_request", "packed_prompt", "request", "text", "workers"),
         # Requests that engines with an OpenAI API answer.
         "proxy": (
-            *("access", "edge", "metrics", "packed_prompt"),
+            *("access", "edge", "generate_request", "metrics", "packed_prompt"),
             *("request", "schedulers", "text", "workers"),
         ),
         "web": ("metrics", "recording", "schedulers"),
-        "service": ("access", "edge", "metrics", "packed_prompt", "proxy", "request", "schedulers"),
-        "http_api": ("access", "edge", "proxy", "request", "service", "text", "web"),
+        "service": ("access", "edge", "generate_request", "metrics", "packed_prompt", "proxy", "request", "schedulers"),
+        "http_api": ("access", "edge", "generate_request", "proxy", "request", "service", "text", "web"),
         "processes": ("access", "app", "settings"),
         "settings": ("schedulers", "text"),
     },

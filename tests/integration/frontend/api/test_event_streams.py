@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadLimits, RequestAdmission
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.frontend.http_api import HttpApi
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.conversation_ids import ConversationIds
@@ -24,7 +25,6 @@ from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.runtime.http_server import HttpLimits, serving_http
 from kvrouter.v1.common_pb2 import Rank
 from kvrouter.v1.errors import KvRouterError, TooLarge
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 from prometheus_client import CollectorRegistry
 
@@ -51,10 +51,10 @@ class Engine:
         self.errors: list[KvRouterError] = []
         self.pieces_sent = 0
 
-    async def run(self, request: FrontendServiceGenerateRequest, prompt: bytes, receiver: OutputReceiver) -> None:
+    async def run(self, request: GenerateRequest, prompt: bytes, receiver: OutputReceiver) -> None:
         receiver.routed(Routed(request_id="r", rank=Rank(worker_id=1)))
         try:
-            for _ in range(request.stop_conditions.max_tokens // 1000):
+            for _ in range(request.stop.max_tokens // 1000):
                 receiver.output(PIECE)
                 self.pieces_sent += 1
                 await asyncio.sleep(0)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role
 from kvrouter.frontend.access.refusals import RefusalReason, RuleBroken
 from kvrouter.frontend.access.rules import FieldRules, check_generation, check_routing, own_booking, visible
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey, LocalHashes, RoutingRequest
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest as Generate, Model
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
 from kvrouter.v1.worker_pb2 import SamplingOptions
 
 FIELDS, SALTS = FieldRules(), CacheSalts(b"k" * 32)
 
 
-def why(caller: Caller, request: Generate) -> RefusalReason | None:
+def generate(**fields: Any) -> GenerateRequest:
+    return GenerateRequest.of(FrontendServiceGenerateRequest(**fields))
+
+
+def why(caller: Caller, request: GenerateRequest) -> RefusalReason | None:
     try:
         check_generation(caller, request, FIELDS, SALTS)
     except RuleBroken as broken:
@@ -24,40 +31,40 @@ def why(caller: Caller, request: Generate) -> RefusalReason | None:
 
 def test_models_and_adapters_must_be_listed() -> None:
     caller = Caller("a", models=("base", "tuned-*"))
-    assert why(caller, Generate(model="base")) is None
-    assert why(caller, Generate(model="tuned-1")) is None
-    assert why(caller, Generate(model="Base")) is RefusalReason.MODEL
-    assert why(caller, Generate(model="")) is RefusalReason.MODEL
-    assert why(caller, Generate(model="base", scope=BlockScope(lora_name="tuned-2"))) is None
-    assert why(caller, Generate(model="base", scope=BlockScope(lora_name="other"))) is RefusalReason.MODEL
-    assert why(Caller("all"), Generate(model="anything")) is None
-    assert why(Caller("none", models=()), Generate(model="base")) is RefusalReason.MODEL
+    assert why(caller, generate(model="base")) is None
+    assert why(caller, generate(model="tuned-1")) is None
+    assert why(caller, generate(model="Base")) is RefusalReason.MODEL
+    assert why(caller, generate(model="")) is RefusalReason.MODEL
+    assert why(caller, generate(model="base", scope=BlockScope(lora_name="tuned-2"))) is None
+    assert why(caller, generate(model="base", scope=BlockScope(lora_name="other"))) is RefusalReason.MODEL
+    assert why(Caller("all"), generate(model="anything")) is None
+    assert why(Caller("none", models=()), generate(model="base")) is RefusalReason.MODEL
 
 
 def test_a_priority_below_the_smallest_is_refused() -> None:
     caller = Caller("a", min_priority=1)
-    assert why(caller, Generate(priority=1)) is None
-    assert why(caller, Generate(priority=0)) is RefusalReason.PRIORITY
+    assert why(caller, generate(priority=1)) is None
+    assert why(caller, generate(priority=0)) is RefusalReason.PRIORITY
 
 
 def test_an_isolated_caller_gets_its_own_tenant_and_no_other() -> None:
     caller = Caller("a", tenant="t", isolated=True)
-    request = Generate()
+    request = generate()
     check_generation(caller, request, FIELDS, SALTS)
     assert request.scope == BlockScope(cache_salt=SALTS.of("t", ""))
-    salted = Generate(scope=BlockScope(tenant="t", cache_salt="s"))
+    salted = generate(scope=BlockScope(tenant="t", cache_salt="s"))
     check_generation(caller, salted, FIELDS, SALTS)
     assert salted.scope == BlockScope(cache_salt=SALTS.of("t", "s"))
-    assert why(caller, Generate(scope=BlockScope(tenant="other"))) is RefusalReason.TENANT
+    assert why(caller, generate(scope=BlockScope(tenant="other"))) is RefusalReason.TENANT
 
 
 def test_a_caller_that_is_not_isolated_may_not_enter_a_tenants_cache() -> None:
     caller = Caller("a", tenant="t")
-    request = Generate()
+    request = generate()
     check_generation(caller, request, FIELDS, SALTS)
-    assert not request.HasField("scope")
-    assert why(caller, Generate(scope=BlockScope(tenant="t"))) is RefusalReason.TENANT
-    assert why(Caller("admin", role=Role.ADMIN), Generate(scope=BlockScope(tenant="t"))) is None
+    assert request.scope is None
+    assert why(caller, generate(scope=BlockScope(tenant="t"))) is RefusalReason.TENANT
+    assert why(Caller("admin", role=Role.ADMIN), generate(scope=BlockScope(tenant="t"))) is None
 
 
 def test_hashes_of_a_client_are_refused_where_tenants_are_isolated() -> None:
@@ -78,14 +85,14 @@ def test_hashes_with_a_salt_that_is_keyed_are_refused() -> None:
 
 def test_a_salt_of_any_caller_is_keyed() -> None:
     victims = SALTS.of("t", "")
-    forged = Generate(scope=BlockScope(cache_salt=victims))
+    forged = generate(scope=BlockScope(cache_salt=victims))
     check_generation(Caller("a"), forged, FIELDS, SALTS)
-    assert forged.scope.cache_salt == SALTS.of("", victims) != victims
+    assert forged.scope == BlockScope(cache_salt=SALTS.of("", victims)) != BlockScope(cache_salt=victims)
 
 
 def test_options_of_engines_are_checked() -> None:
-    def sent(options: str) -> Generate:
-        return Generate(sampling_options=SamplingOptions(engine_options_json=options))
+    def sent(options: str) -> GenerateRequest:
+        return generate(sampling_options=SamplingOptions(engine_options_json=options))
 
     assert why(Caller("a"), sent('{"bad_words": ["x"]}')) is None
     assert why(Caller("a"), sent('{"cache_salt": "tenant:t:"}')) is RefusalReason.FIELD

@@ -14,13 +14,13 @@ from kvrouter.frontend.edge.frame import ResponseFrame, describe_routing, routin
 from kvrouter.frontend.edge.text_request import TextPrompt, TextRequest
 from kvrouter.frontend.edge.text_responses import WholeCompletion
 from kvrouter.frontend.edge.token_list import TokenPrompt, encode_token_ids
+from kvrouter.frontend.generate_request import GenerateRequest, StopRules
 from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.workers.output import DetailedOutput
-from kvrouter.v1.common_pb2 import KvSource, LowerTiers, Rank, Tier
+from kvrouter.v1.common_pb2 import BlockScope, KvSource, LowerTiers, Rank, RoutingConstraints, RoutingOverrides, Tier
 from kvrouter.v1.errors import BadRequest, PromptTooLong
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, SamplingOptions
 from msgspec.structs import replace
 
 
@@ -41,7 +41,7 @@ def token_ids(request: TextRequest) -> list[int]:
     return array("I", prompt_of(request).token_ids).tolist()
 
 
-def generated(request: TextRequest) -> FrontendServiceGenerateRequest:
+def generated(request: TextRequest) -> GenerateRequest:
     return request.generate_request(request.max_tokens or 0)
 
 
@@ -61,17 +61,11 @@ def test_fields_reach_the_contract() -> None:
     )
     assert token_ids(completion) == [1, 2, 3]
     request = generated(completion)
-    assert request.stop_conditions.max_tokens == 7
-    assert list(request.stop_conditions.stop_token_ids) == [9]
-    assert request.sampling_options.temperature == 0.5
-    assert not request.sampling_options.HasField("top_p")
-    assert request.constraints.worker_id == 3
-    assert not request.constraints.HasField("dp_rank")
-    assert request.scope.cache_salt == "s"
-    assert request.overrides.overlap_score_weight == 2.0
-    assert not request.overrides.HasField("router_temperature")
-    assert request.overrides.active_prefill_tokens_threshold == 9
-    assert not request.overrides.HasField("active_decode_blocks_threshold")
+    assert request.stop == StopRules(7, ignore_eos=True, stop_token_ids=[9])
+    assert request.sampling_options == SamplingOptions(temperature=0.5)
+    assert request.constraints == RoutingConstraints(worker_id=3)
+    assert request.scope == BlockScope(cache_salt="s")
+    assert request.overrides == RoutingOverrides(overlap_score_weight=2.0, active_prefill_tokens_threshold=9)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +116,7 @@ def test_fields_at_their_defaults_ask_for_nothing() -> None:
         user="u",
     )
     assert completion.plain_prompt is not None
-    assert generated(completion).stop_conditions.max_tokens == 16
+    assert generated(completion).stop.max_tokens == 16
 
 
 def test_a_list_of_prompts_may_have_texts_and_token_ids() -> None:

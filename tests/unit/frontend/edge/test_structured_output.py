@@ -18,7 +18,7 @@ def constraint(**fields: Any) -> StructuredOutput | None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields
     request = parse_chat(json.dumps(body).encode()).generate_request(5)
     options = request.sampling_options
-    return options.structured_output if options.HasField("structured_output") else None
+    return None if options is None else options.structured_output
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import struct
 
 import pytest
 from hypothesis import given, strategies as st
+from kvrouter.frontend.generate_request import GenerateRequest, StopRules
 from kvrouter.frontend.packed_prompt import hash_prompt
-from kvrouter.frontend.request.attempt_budget import AttemptBudget, is_inexact, migration_blocker, remaining
+from kvrouter.frontend.request.attempt_budget import AttemptBudget, is_inexact, migration_blocker
 from kvrouter.frontend.request.progress import KeptOutput
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
 LOST = WorkerFailure(1, "UNAVAILABLE", "worker 1 failed")
@@ -39,7 +39,9 @@ def test_the_tokens_of_all_pieces_are_kept_in_order(pieces: int) -> None:
 def test_the_hashes_of_a_continuation_are_those_of_its_whole_prompt(
     prompt: list[int], output: list[int], block_size: int, content: list[int]
 ) -> None:
-    request = FrontendServiceGenerateRequest(
+    request = GenerateRequest(
+        model="m",
+        stop=StopRules(1),
         scope=BlockScope(cache_salt="s"),
         multimodal_hashes=[MultimodalHash(block_index=index, hash=index + 9) for index in sorted(content)],
     )
@@ -50,10 +52,22 @@ def test_the_hashes_of_a_continuation_are_those_of_its_whole_prompt(
 
 
 def test_limits_are_those_of_the_rest() -> None:
-    stop = StopConditions(max_tokens=10, min_tokens=4, stop_token_ids=[7], ignore_eos=True)
-    assert remaining(stop, 3) == StopConditions(max_tokens=7, min_tokens=1, stop_token_ids=[7], ignore_eos=True)
-    assert remaining(stop, 9) == StopConditions(max_tokens=1, stop_token_ids=[7], ignore_eos=True)
-    assert stop.max_tokens == 10
+    stop = StopRules(max_tokens=10, min_tokens=4, stop_token_ids=[7], ignore_eos=True)
+    assert stop.after(3) == StopRules(max_tokens=7, min_tokens=1, stop_token_ids=[7], ignore_eos=True)
+    assert stop.after(9) == StopRules(max_tokens=1, stop_token_ids=[7], ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        StopConditions(max_tokens=10),
+        StopConditions(max_tokens=10, min_tokens=4, stop_token_ids=[7, 8], ignore_eos=True),
+    ],
+)
+def test_a_worker_gets_the_stop_conditions_of_its_request(stop: StopConditions) -> None:
+    written = StopConditions()
+    StopRules.of(stop).write(written)
+    assert written == stop
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any, cast
 
+from kvrouter.frontend.generate_request import GenerateRequest, StopRules
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.attempt_budget import AttemptBudget
 from kvrouter.frontend.request.generation import BOOKED_ID_MARK, Generation
@@ -27,14 +28,12 @@ from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import BookingKey, Rank
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
     GenerateOutput,
-    StopConditions,
     WorkerServiceGenerateResponse,
 )
 from prometheus_client import CollectorRegistry
@@ -129,9 +128,7 @@ async def test_a_scheduler_that_does_not_know_the_other_worker_yet_costs_no_atte
     health.missed(ENDPOINTS[SILENT])
     health.missed(ENDPOINTS[SILENT])
     link = Link(chain(repeat(SILENT, 6), repeat(SOUND)))
-    request: Any = FrontendServiceGenerateRequest(
-        model="m", request_id="r", stop_conditions=StopConditions(max_tokens=1)
-    )
+    request = GenerateRequest(model="m", request_id="r", stop=StopRules(1))
     client = WorkerClient(cast(WorkerPool, Pool()), health, metrics)
     generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, budget(), deaths())
     collecting = asyncio.create_task(collected(generation))
@@ -158,7 +155,7 @@ async def test_a_request_whose_outcome_is_unknown_is_aborted_before_it_is_retrie
     health = WorkerHealth(BackOff(), max_missed=2)
     health.update({POOL: view})
     link, pool = Link(iter([SILENT, SOUND])), Pool(breaks=True)
-    request = FrontendServiceGenerateRequest(model="m", request_id="r", stop_conditions=StopConditions(max_tokens=1))
+    request = GenerateRequest(model="m", request_id="r", stop=StopRules(1))
     client = WorkerClient(cast(WorkerPool, pool), health, metrics)
     generation = Generation(request, PROMPT, view, cast(SchedulerLinks, link), client, metrics, budget(), deaths())
     assert await collected(generation) == [SOUND]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.frontend.request.model_pools import context_length, describe_models, pools_of_model
 from kvrouter.frontend.request.request_checks import Limits, check_request, prompt_limit
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -35,12 +36,12 @@ def by_name(*views: ComponentView) -> dict[ComponentName, ComponentView]:
     return {each.name: each for each in views}
 
 
-def request(**fields: Any) -> FrontendServiceGenerateRequest:
+def request(**fields: Any) -> GenerateRequest:
     defaults: dict[str, Any] = {
         "model": "m",
         "stop_conditions": StopConditions(max_tokens=10),
     }
-    return FrontendServiceGenerateRequest(**(defaults | fields))
+    return GenerateRequest.of(FrontendServiceGenerateRequest(**(defaults | fields)))
 
 
 def test_tokens_for_a_server_that_has_only_an_openai_api_are_refused() -> None:

@@ -11,6 +11,7 @@ from kvrouter.frontend.access.caller import Caller, RateLimits, acting_for
 from kvrouter.frontend.access.quotas import LimitTable, Quotas
 from kvrouter.frontend.access.refusals import Refusals
 from kvrouter.frontend.access.request_admission import OverloadBounds, OverloadLimits, RequestAdmission
+from kvrouter.frontend.generate_request import GenerateRequest, StopRules
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.gen_ai import GenAiMetrics
 from kvrouter.frontend.request.prefill_stage import Disaggregation
@@ -21,10 +22,8 @@ from kvrouter.frontend.workers.poison_prompts import PoisonPrompts
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError, Overloaded, PromptTooLong, RateLimited
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
-from kvrouter.v1.worker_pb2 import StopConditions
 from prometheus_client import CollectorRegistry
 
 
@@ -75,7 +74,7 @@ async def run(
         gen_ai=GenAiMetrics(registry),
         admission=RequestAdmission(access, bounds or OverloadBounds(OverloadLimits(0, 0, 0.0), CollectorRegistry())),
     )
-    request = FrontendServiceGenerateRequest(model="m", stop_conditions=StopConditions(max_tokens=max_tokens))
+    request = GenerateRequest(model="m", stop=StopRules(max_tokens))
     caller = Caller("caller", limits=RateLimits(tokens_per_minute=50.0))
     with acting_for(caller, None if quotas is None else quotas.admit(caller, 0)):
         await runner.run(request, bytes(4 * tokens), unused, deadline=Deadline.after(1))

@@ -6,18 +6,18 @@ import asyncio
 
 import pytest
 from hypothesis import given, strategies as st
+from kvrouter.frontend.generate_request import StopRules
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.workers.attempt import Dispatch, RunningCall, WorkerAttempt
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import BackOff
 from kvrouter.frontend.workers.output import DetailedOutput, Output
+from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
     GenerateOutput,
-    StopConditions,
     TopLogprobs,
-    WorkerServiceGenerateRequest,
     WorkerServiceGenerateResponse,
 )
 from prometheus_client import CollectorRegistry
@@ -46,7 +46,7 @@ def detailed(tokens: int, **fields: object) -> GenerateOutput:
 async def passed_on(limit: int, *pieces: GenerateOutput) -> tuple[list[Output], float | None, bool]:
     """Returns what a client gets of pieces, the number of overruns, and whether the call was cancelled."""
     registry, passed, call = CollectorRegistry(), [], Call()
-    request = WorkerServiceGenerateRequest(stop_conditions=StopConditions(max_tokens=limit))
+    request = WorkerRequest(request_id="r", stop=StopRules(limit))
     dispatch = Dispatch(1, "w:1", request, b"", passed.append, Deadline.never(), lambda _: False)
     health = WorkerHealth(BackOff(), max_missed=2).begin("w:1", 1)
     attempt = WorkerAttempt(dispatch, health, FrontendMetrics(registry))

@@ -38,6 +38,7 @@ from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import CompletionStream, StreamedResponse, WholeCompletion, WholeResponse
 from kvrouter.frontend.edge.text_runner import count_tokens, prepare, run_all
 from kvrouter.frontend.edge.translated_request import TranslatedRequest, chat_prompt
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.frontend.proxy.engine_connections import EngineConnections
 from kvrouter.frontend.proxy.engine_request import check_salted, permitted, serves_itself, with_token_ids
 from kvrouter.frontend.proxy.forwarded_response import ForwardedResponse, TranslatedResponse
@@ -50,7 +51,6 @@ from kvrouter.frontend.web.routes import PUBLIC_PATHS
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError, UnknownModel
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 log = structlog.get_logger(component="frontend")
@@ -448,7 +448,7 @@ class HttpApi:
         return response
 
     async def _stream(
-        self, request: web.Request, frame: ResponseFrame, generate: FrontendServiceGenerateRequest
+        self, request: web.Request, frame: ResponseFrame, generate: GenerateRequest
     ) -> web.StreamResponse:
         events = EventStream(request, self._writer)
         stream = CompletionStream(frame, events)

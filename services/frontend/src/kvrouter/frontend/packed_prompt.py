@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from kvrouter.core import Scope, local_hashes
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.net.wire_format import encode_varint, tag
 from kvrouter.runtime.requests import content_in_blocks
 from kvrouter.v1.common_pb2 import MultimodalHash
@@ -41,17 +42,15 @@ _SHARED = Scope()
 """The scope of blocks that all requests share."""
 
 
-def hash_prompt(
-    prompt: bytes, request: FrontendServiceGenerateRequest, block_size: int, *, known: bytes = b""
-) -> bytes:
+def hash_prompt(prompt: bytes, request: GenerateRequest, block_size: int, *, known: bytes = b"") -> bytes:
     """Returns the local hashes of the full blocks of a request's packed prompt, as packed little-endian u64.
 
     ``known`` has the hashes of the first blocks, which are not hashed again.
     """
     blocks = len(known) // _HASH_BYTES
     scope = _SHARED
-    if request.HasField("scope"):
-        scope = Scope(request.scope.lora_name, request.scope.cache_salt, request.scope.tenant)
+    if (given := request.scope) is not None:
+        scope = Scope(given.lora_name, given.cache_salt, given.tenant)
     multimodal = content_in_blocks(request.multimodal_hashes, block_size) if request.multimodal_hashes else []
     if blocks:
         multimodal = [(block - blocks, content_hash) for block, content_hash in multimodal if block >= blocks]

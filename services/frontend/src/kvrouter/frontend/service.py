@@ -12,6 +12,7 @@ from kvrouter.frontend.access.caller import current_grant
 from kvrouter.frontend.access.client_bookings import ClientBookings
 from kvrouter.frontend.access.rules import own_booking, owned_id, visible
 from kvrouter.frontend.edge.grpc_output import OutputBuffer, overlaps_of, selection_of, with_text
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.frontend.packed_prompt import take_prompt
 from kvrouter.frontend.proxy.prompt_comparison import PromptComparison
 from kvrouter.frontend.request.model_choice import ModelChoices
@@ -146,7 +147,7 @@ class FrontendService:
         receiver: OutputReceiver = buffer
         if request.prompt_text or request.return_text:
             prompt, receiver = await with_text(self.models, self.runner.limits, request, prompt, buffer)
-        await self.runner.run(request, prompt, receiver, deadline=deadline)
+        await self.runner.run(GenerateRequest.of(request), prompt, receiver, deadline=deadline)
 
     async def select_worker(
         self, request: pb.FrontendServiceSelectWorkerRequest, *, deadline: Deadline
@@ -157,7 +158,7 @@ class FrontendService:
             BadRequest, PromptTooLong, BlockSizeMismatch, UnknownModel, UnknownComponent, UnknownWorker, NoWorkers,
             AllBusy, RequestIdReused, TooLarge, DeadlineExceeded, DependencyAway.
         """
-        booking = request.booking if request.HasField("booking") else None
+        booking = request.booking if "booking" in request else None
         select = SelectWorkerRequest(request=request.request, booking=booking, restores=request.restores)
         if request.session_id:
             select.session_id = scheduler_session_id(self._own_session(request.session_id))
@@ -170,7 +171,7 @@ class FrontendService:
         if booking is None:
             return await self._select(scheduler, select, request.session_id, deadline)
         self._own_booking(select.booking)
-        select.lease_ms = self._bookings.lease_ms(request.lease_ms if request.HasField("lease_ms") else None)
+        select.lease_ms = self._bookings.lease_ms(request.lease_ms if "lease_ms" in request else None)
         tokens, output_tokens = requested_tokens(select.request), select.request.max_output_tokens
         session_id = self._own_session(request.session_id)
         with self._bookings.booking(select.booking, session_id, select.lease_ms, tokens, output_tokens):
@@ -251,7 +252,7 @@ class FrontendService:
         Raises:
             BadRequest.
         """
-        component = component_name(request.component) if request.HasField("component") else None
+        component = component_name(request.component) if "component" in request else None
         workers = self.runner.workers.health.status(component, self._prompts.difference)
         page, token = page_of(workers, request, _worker_key)
         return pb.GetWorkerHealthResponse(workers=page, next_page_token=token)
@@ -292,11 +293,11 @@ class FrontendService:
         indexer = await self.indexers.indexer(self._resolve(asked, Stage.STAGE_WHOLE)[0])
         query = FindMatchesRequest(
             component=asked.component,
-            block_size=asked.block_size if asked.HasField("block_size") else None,
+            block_size=asked.block_size if "block_size" in asked else None,
             scope=asked.scope,
             multimodal_hashes=asked.multimodal_hashes,
         )
-        if asked.HasField("local_hashes"):
+        if "local_hashes" in asked:
             query.local_hashes.CopyFrom(asked.local_hashes)
         else:
             query.token_ids.CopyFrom(asked.token_ids)
@@ -310,7 +311,7 @@ class FrontendService:
         Raises:
             BadRequest, UnknownModel, UnknownComponent, NotReady, DeadlineExceeded, DependencyAway.
         """
-        named = request.HasField("component")
+        named = "component" in request
         component = component_name(request.component) if named else self._view(request.model).name
         indexer = await self.indexers.indexer(component)
         dump = DumpRequest(component=Component(namespace=component.namespace, name=component.name))
@@ -408,7 +409,7 @@ class FrontendService:
             The component, and all that can serve the request; none if it names one itself.
         """
         check_routing(request, self.runner.limits)
-        if request.HasField("component"):
+        if "component" in request:
             name = component_name(request.component)
             view = self._directory.components.get(name)
             self._check_access(request, "" if view is None else view.descriptor.model)

@@ -11,8 +11,9 @@ from kvrouter.engines.fields import HARMLESS, HARMLESS_OPTIONS, INTERNAL_PART_FI
 from kvrouter.frontend.access.cache_salts import CacheSalts
 from kvrouter.frontend.access.caller import Caller, Role
 from kvrouter.frontend.access.refusals import RefusalReason, RuleBroken
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.v1.common_pb2 import BlockScope, BookingKey, RoutingRequest
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
+from kvrouter.v1.frontend_pb2 import Model
 
 _MOST_NAMED = 8
 _MOST_CHARACTERS = 64
@@ -132,9 +133,7 @@ def check_model(caller: Caller, model: str) -> None:
         raise RuleBroken(RefusalReason.MODEL, f"the caller may not use the model {model[:128]!r}", field="model")
 
 
-def check_generation(
-    caller: Caller, request: FrontendServiceGenerateRequest, fields: FieldRules, salts: CacheSalts | None
-) -> None:
+def check_generation(caller: Caller, request: GenerateRequest, fields: FieldRules, salts: CacheSalts | None) -> None:
     """Checks a generation request, and keys its salt.
 
     Raises:
@@ -142,9 +141,11 @@ def check_generation(
     """
     check_model(caller, request.model)
     _check_priority(caller, request.priority)
-    fields.check_options(request.sampling_options.engine_options_json)
-    if request.HasField("scope") or caller.isolated:
-        _check_scope(caller, request.scope, salts)
+    if request.sampling_options is not None:
+        fields.check_options(request.sampling_options.engine_options_json)
+    if request.scope is not None or caller.isolated:
+        request.scope = scope = request.scope or BlockScope()
+        _check_scope(caller, scope, salts)
 
 
 def check_routing(

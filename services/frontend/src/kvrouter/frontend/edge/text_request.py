@@ -11,20 +11,22 @@ from functools import partial
 from operator import attrgetter
 
 import msgspec
-from google.protobuf.message import Message
 from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, Constraint, RouterConfigOverride, SharedFields
 from kvrouter.frontend.edge.token_list import ADVICE, TokenPrompt
+from kvrouter.frontend.generate_request import GenerateRequest, StopRules
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.tool_calls import ToolUse
+from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.errors import BadRequest
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
-from msgspec.structs import astuple
+from kvrouter.v1.worker_pb2 import SamplingOptions
+from msgspec.structs import asdict
 
 _SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
 _sampling_of = attrgetter(*_SAMPLING)
 _UNSET = (None,) * len(_SAMPLING)
+_NO_OVERRIDE = RouterConfigOverride()
 
 
 class TextPrompt:
@@ -100,47 +102,42 @@ class TextRequest(msgspec.Struct, eq=False):
             return "echo"
         return next((each.field for each in self.prompts if not isinstance(each, TokenPrompt)), "")
 
-    def generate_request(self, max_tokens: int) -> FrontendServiceGenerateRequest:
-        """Returns the request for one sequence as the Frontend's gRPC contract defines it, without the prompt."""
+    def generate_request(self, max_tokens: int) -> GenerateRequest:
+        """Returns the request for one sequence, without the prompt."""
         fields = self.fields
-        # Fields are set in place: a message that is passed to the constructor of another is encoded and decoded.
-        request = FrontendServiceGenerateRequest()
-        request.request_id, request.model = fields.request_id or "", fields.model
-        stop = request.stop_conditions
-        stop.max_tokens = max_tokens
-        stop.min_tokens = fields.min_tokens or 0
-        stop.ignore_eos = bool(fields.ignore_eos)
-        if fields.stop_token_ids:
-            stop.stop_token_ids.extend(fields.stop_token_ids)
-        if (sampling := _sampling_of(fields)) != _UNSET:
-            _set(request.sampling_options, _SAMPLING, sampling)
-        if fields.top_k is not None:
-            request.sampling_options.top_k = max(0, fields.top_k)  # vLLM's value for all tokens is -1.
-        if self.logprobs:
-            request.sampling_options.logprobs = 1 + self.top_logprobs
-        if self.constraint is not None:
-            request.sampling_options.structured_output.CopyFrom(self.constraint[1])
-        if fields.router_config_override is not None:
-            _set(request.overrides, RouterConfigOverride.__struct_fields__, astuple(fields.router_config_override))
-        if fields.worker_id is not None:
-            request.constraints.worker_id = fields.worker_id
-        if fields.dp_rank is not None:
-            request.constraints.dp_rank = fields.dp_rank
+        request = GenerateRequest(
+            model=fields.model,
+            stop=StopRules(
+                max_tokens, fields.min_tokens or 0, bool(fields.ignore_eos), stop_token_ids=fields.stop_token_ids or ()
+            ),
+            request_id=fields.request_id or "",
+            priority=fields.priority or 0,
+            conversation_id=fields.conversation_id or "",
+            sampling_options=self._sampling_options(),
+            migration_limit=fields.migration_limit,
+            expected_output_tokens=fields.expected_output_tokens,
+        )
+        if (override := fields.router_config_override) is not None and override != _NO_OVERRIDE:
+            request.overrides = RoutingOverrides(**asdict(override))
+        if fields.worker_id is not None or fields.dp_rank is not None:
+            request.constraints = RoutingConstraints(worker_id=fields.worker_id, dp_rank=fields.dp_rank)
         if fields.cache_salt:
-            request.scope.cache_salt = fields.cache_salt
-        if fields.migration_limit is not None:
-            request.migration_limit = fields.migration_limit
-        request.priority, request.conversation_id = fields.priority or 0, fields.conversation_id or ""
-        if fields.expected_output_tokens is not None:
-            request.expected_output_tokens = fields.expected_output_tokens
+            request.scope = BlockScope(cache_salt=fields.cache_salt)
         return request
 
-
-def _set(message: Message, names: Sequence[str], values: Sequence[object]) -> None:
-    """Sets the fields of a message that are given."""
-    for name, value in zip(names, values, strict=True):
-        if value is not None:
-            setattr(message, name, value)
+    def _sampling_options(self) -> SamplingOptions | None:
+        """Returns how tokens are sampled; None if the request does not say so."""
+        values, top_k = _sampling_of(self.fields), self.fields.top_k
+        if values == _UNSET and top_k is None and not self.logprobs and self.constraint is None:
+            return None
+        sampling = SamplingOptions(**dict(zip(_SAMPLING, values, strict=True)))
+        if top_k is not None:
+            sampling.top_k = max(0, top_k)  # vLLM's value for all tokens is -1.
+        if self.logprobs:
+            sampling.logprobs = 1 + self.top_logprobs
+        if self.constraint is not None:
+            sampling.structured_output.CopyFrom(self.constraint[1])
+        return sampling
 
 
 _STRING = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)

@@ -107,7 +107,7 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
         choice = Choice(index, frame, sink)
         generate = request.generate_request(_max_tokens(runner.limits, prepared, prompt))
         sampling = generate.sampling_options
-        if index % request.sequences and sampling.HasField("seed"):
+        if index % request.sequences and sampling is not None and "seed" in sampling:
             sampling.seed = (sampling.seed + index % request.sequences) % (1 << 64)
         runs.append((generate, prompt, choice))
     operation = CHAT if request.is_chat else TEXT_COMPLETION

@@ -20,6 +20,7 @@ from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER, kv_source_text
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
+from kvrouter.frontend.generate_request import GenerateRequest, StopRules
 from kvrouter.frontend.proxy.engine_connections import EngineConnections
 from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineFailed
 from kvrouter.frontend.proxy.engine_request import (
@@ -41,11 +42,10 @@ from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.net import trace_context
 from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.v1.common_pb2 import Stage
+from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, Stage
 from kvrouter.v1.errors import AllBusy, DependencyAway, KvRouterError, WorkerLost
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
-from kvrouter.v1.worker_pb2 import FinishReason
+from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions
 
 _NOT_FORWARDED = frozenset(
     {
@@ -76,31 +76,30 @@ _MAX_FAILURE_BYTES = 64 << 10
 """Maximum size of an engine's error, bytes."""
 
 
-def generate_request(
-    body: RoutedBody, request_id: str, pools: Sequence[ComponentView] = ()
-) -> FrontendServiceGenerateRequest:
-    """Returns a forwarded request as the Frontend's contract defines it, without the prompt.
+def generate_request(body: RoutedBody, request_id: str, pools: Sequence[ComponentView] = ()) -> GenerateRequest:
+    """Returns a forwarded request, without the prompt.
 
     Args:
         body: The request as routing needs it.
         request_id: Its id.
         pools: Components of its model, whose workers are excluded that may not run it.
     """
-    request = FrontendServiceGenerateRequest()
-    request.model, request.request_id = body.model, request_id
-    request.priority, request.conversation_id = body.priority, body.conversation_id
-    request.stop_conditions.max_tokens = body.max_output_tokens
-    if body.sequences > 1:
-        request.sampling_options.n = body.sequences
-    if body.cache_salt:
-        request.scope.cache_salt = body.cache_salt
-    if body.media:
-        request.multimodal_hashes.extend(body.media.hashes)
-    if body.dp_rank is not None:
-        request.constraints.dp_rank = body.dp_rank
-    if body.salted_path:
+    request = GenerateRequest(
+        model=body.model,
+        stop=StopRules(max_tokens=body.max_output_tokens),
+        request_id=request_id,
+        priority=body.priority,
+        conversation_id=body.conversation_id,
+        sampling_options=SamplingOptions(n=body.sequences) if body.sequences > 1 else None,
+        scope=BlockScope(cache_salt=body.cache_salt) if body.cache_salt else None,
+        multimodal_hashes=body.media.hashes if body.media else (),
+    )
+    if body.dp_rank is not None or body.salted_path:
         excluded = (worker for view in pools for worker in view.workers.values() if not body.may_run_at(worker))
-        request.constraints.excluded_worker_ids.extend({worker.worker_id for worker in excluded})
+        request.constraints = RoutingConstraints(
+            dp_rank=body.dp_rank,
+            excluded_worker_ids={worker.worker_id for worker in excluded} if body.salted_path else None,
+        )
     return request
 
 
@@ -192,8 +191,7 @@ class EngineCalls:
         worker = None if is_prefill else self._view.workers.get(dispatch.worker_id)
         if worker is None or worker.endpoint != endpoint:
             worker = self._worker_at(endpoint)  # It is in another pool.
-        params = request.transfer_params if request.HasField("transfer_params") else None
-        body = prefill_body(self._body, params) if is_prefill else decode_body(self._body, params)
+        body = (prefill_body if is_prefill else decode_body)(self._body, request.transfer_params)
         read = self._read_prefill if is_prefill else self._pass_on
         loop = asyncio.get_running_loop()
         attempt.start(lambda receiver: loop.create_task(self._call(worker, dispatch, body, read, receiver)))
@@ -236,8 +234,8 @@ class EngineCalls:
             headers = _without(headers, frozenset(key)) | key
         if len(worker.ranks) > 1:
             headers[RANK_HEADER] = str(dispatch.request.dp_rank)
-        if dispatch.request.HasField("kv_source"):
-            headers[KV_SOURCE_HEADER] = kv_source_text(dispatch.request.kv_source)
+        if (source := dispatch.request.kv_source) is not None:
+            headers[KV_SOURCE_HEADER] = kv_source_text(source)
         path = self._path or (self._request.path if self._is_authenticated else self._request.rel_url.raw_path_qs)
         seconds = dispatch.deadline.remaining()
         answer: EngineAnswer | None = None

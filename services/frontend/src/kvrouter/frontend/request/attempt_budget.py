@@ -1,6 +1,6 @@
 """Decides whether a request whose worker failed gets a further attempt, or waits until its pool has restarted.
 
-It also says which requests with output can continue on another worker, and with which stop conditions.
+It also says which requests with output can continue on another worker.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.net.backoff import Backoff
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
+from kvrouter.v1.worker_pb2 import SamplingOptions
 
 _STRUCTURED = frozenset(
     {
@@ -27,7 +27,7 @@ def migration_blocker(sampling: SamplingOptions) -> str:
     """Returns why a request with output cannot continue on another worker; empty if it can."""
     if sampling.n > 1:
         return f"it has {sampling.n} sequences"
-    if sampling.HasField("structured_output"):
+    if "structured_output" in sampling:
         return "its output is structured"
     if not sampling.engine_options_json:
         return ""
@@ -42,19 +42,10 @@ def migration_blocker(sampling: SamplingOptions) -> str:
 def is_inexact(sampling: SamplingOptions) -> bool:
     """Returns whether the output of another worker may differ: the state of a seed or a penalty begins anew."""
     return (
-        sampling.HasField("seed")
+        "seed" in sampling
         or bool(sampling.frequency_penalty or sampling.presence_penalty)
-        or (sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1)
+        or ("repetition_penalty" in sampling and sampling.repetition_penalty != 1)
     )
-
-
-def remaining(stop: StopConditions, output_tokens: int) -> StopConditions:
-    """Returns the stop conditions of the rest of the output."""
-    rest = StopConditions()
-    rest.CopyFrom(stop)
-    rest.max_tokens = max(0, stop.max_tokens - output_tokens)
-    rest.min_tokens = max(0, stop.min_tokens - output_tokens)
-    return rest
 
 
 _MAX_NOT_TAKEN = 16

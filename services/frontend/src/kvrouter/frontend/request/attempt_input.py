@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
-from kvrouter.frontend.request.attempt_budget import is_inexact, remaining
+from kvrouter.frontend.request.attempt_budget import is_inexact
 from kvrouter.frontend.request.current_choice import choice_text
 from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
-from kvrouter.net import trace_context
+from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import content_in_blocks, set_local_hashes
 from kvrouter.v1.common_pb2 import AvoidedWorker, KvSource, Rank, RoutingRequest, Stage
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, RoutedOn
+from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
-from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import TransferParams
 
 # Reading one from its enum takes over a microsecond.
 _WHOLE, _DECODE = Stage.STAGE_WHOLE, Stage.STAGE_DECODE
@@ -26,7 +27,7 @@ _ON_LOAD, _ON_TOKENS = RoutedOn.ROUTED_ON_LOAD, RoutedOn.ROUTED_ON_TOKENS
 
 def set_routing(
     routing: RoutingRequest,
-    request: FrontendServiceGenerateRequest,
+    request: GenerateRequest,
     view: ComponentView,
     local_hashes: bytes,
     prompt_tokens: int,
@@ -42,24 +43,23 @@ def set_routing(
     routing.model, routing.block_size = request.model, descriptor.block_size
     routing.prompt_tokens, routing.length_is_estimated = prompt_tokens, is_estimated
     routing.conversation_id, routing.priority = request.conversation_id, request.priority
-    routing.max_output_tokens, routing.model_choice = request.stop_conditions.max_tokens, choice_text()
-    if request.HasField("expected_output_tokens"):
+    routing.max_output_tokens, routing.model_choice = request.stop.max_tokens, choice_text()
+    if request.expected_output_tokens is not None:
         routing.expected_output_tokens = request.expected_output_tokens
     set_local_hashes(routing.local_hashes, local_hashes)
     media = request.multimodal_hashes
     if media and (unindexed := [item for item in media if item.unindexed]):
         routing.indexed_blocks = min(block for block, _ in content_in_blocks(unindexed, descriptor.block_size))
-    if request.HasField("scope"):
+    if request.scope is not None:
         routing.scope.CopyFrom(request.scope)
-    if request.HasField("overrides"):
+    if request.overrides is not None:
         routing.overrides.CopyFrom(request.overrides)
-    if request.HasField("constraints"):
+    if request.constraints is not None:
         routing.constraints.CopyFrom(request.constraints)
-    if request.HasField("sampling_options"):
-        sampling = request.sampling_options
+    if (sampling := request.sampling_options) is not None:
         if sampling.n > 1:
             routing.sequences = sampling.n
-        if sampling.HasField("structured_output"):
+        if "structured_output" in sampling:
             unable = (worker.worker_id for worker in view.workers.values() if not worker.serves_structured_output)
             routing.constraints.excluded_worker_ids.extend(unable)
 
@@ -68,7 +68,7 @@ class AttemptInput:
     """The input of the next attempt of one request. It changes when the request migrates or turns to another pool."""
 
     def __init__(
-        self, request: FrontendServiceGenerateRequest, prompt: bytes, view: ComponentView, *, is_estimated: bool = False
+        self, request: GenerateRequest, prompt: bytes, view: ComponentView, *, is_estimated: bool = False
     ) -> None:
         """Begins with the prompt the client sent, a packed buffer, in the pool of ``view``.
 
@@ -95,7 +95,7 @@ class AttemptInput:
         set_routing(self.routing, request, view, self.hashes, tokens, is_estimated=is_estimated)
         self._failed_workers = 0
         """Number of workers excluded because they failed, which are the last excluded ones."""
-        self._stop = request.stop_conditions
+        self._stop = request.stop
         self._earlier_ranks: list[Rank] = []
         """Ranks of the attempts so far."""
         self.since_ns = time.perf_counter_ns()
@@ -123,7 +123,7 @@ class AttemptInput:
         self.since_ns = time.perf_counter_ns()
         self.prompt = self.prompt[: self.client_prompt_tokens * TOKEN_BYTES] + output
         self.hashes = hash_prompt(self.prompt, self._request, self.block_size, known=self.hashes)
-        self._stop = remaining(self._request.stop_conditions, len(output) // TOKEN_BYTES)
+        self._stop = self._request.stop.after(len(output) // TOKEN_BYTES)
         set_local_hashes(self.routing.local_hashes, self.hashes)
         self.routing.prompt_tokens = self.prompt_tokens
         self.routing.max_output_tokens = self._stop.max_tokens
@@ -149,39 +149,36 @@ class AttemptInput:
         """
         avoided = self.routing.constraints.avoided_workers
         del avoided[:]
-        avoided.extend((*unhealthy, *self._request.constraints.avoided_workers))
+        avoided.extend(unhealthy)
+        if self._request.constraints is not None:
+            avoided.extend(self._request.constraints.avoided_workers)
         avoided.extend(AvoidedWorker(worker_id=worker_id) for worker_id in others)
 
     def for_worker(
         self, booking: LiveBooking, transfer_params: TransferParams | None, kv_source: KvSource | None = None
-    ) -> WorkerServiceGenerateRequest:
-        """Returns the worker's request, without the prompt.
+    ) -> WorkerRequest:
+        """Returns the worker's request.
 
         Args:
             booking: The booking of the attempt.
             transfer_params: Where the worker fetches the prompt's KV cache; None if it computes the prompt.
             kv_source: Another rank that holds more of the prompt; None if none does.
         """
-        request, key = self._request, booking.key
-        for_worker = WorkerServiceGenerateRequest()
-        for_worker.request_id, for_worker.attempt, for_worker.stage = key.request_id, key.attempt, _WHOLE
-        for_worker.dp_rank, for_worker.priority = booking.rank.dp_rank, request.priority
-        for_worker.conversation_id = request.conversation_id
-        for_worker.tracestate, for_worker.baggage = trace_context.companions()
-        for_worker.stop_conditions.CopyFrom(self._stop)
-        if request.HasField("sampling_options"):
-            for_worker.sampling_options.CopyFrom(request.sampling_options)
-        if request.HasField("scope"):
-            for_worker.scope.CopyFrom(request.scope)
-        if transfer_params is not None:
-            for_worker.stage = _DECODE
-            for_worker.transfer_params.CopyFrom(transfer_params)
-        elif kv_source is not None:
-            for_worker.kv_source.CopyFrom(kv_source)
-        if media := request.multimodal_hashes:
-            for block, content_hash in content_in_blocks(media, self.block_size):
-                for_worker.multimodal_hashes.add(block_index=block, hash=content_hash)
-        return for_worker
+        request, key, media = self._request, booking.key, self._request.multimodal_hashes
+        return WorkerRequest(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            stage=_WHOLE if transfer_params is None else _DECODE,
+            dp_rank=booking.rank.dp_rank,
+            priority=request.priority,
+            conversation_id=request.conversation_id,
+            stop=self._stop,
+            sampling_options=request.sampling_options,
+            scope=request.scope,
+            content=content_in_blocks(media, self.block_size) if media else (),
+            transfer_params=transfer_params,
+            kv_source=kv_source if transfer_params is None else None,
+        )
 
     def note_routing(
         self,
@@ -215,14 +212,15 @@ class AttemptInput:
             mode=selection.mode,
             model_choice=choice_text(),
             component=booking.component,
-            predicted_lower_blocks=selection.lower_blocks if selection.HasField("lower_blocks") else None,
-            kv_source=selection.kv_source if selection.HasField("kv_source") else None,
+            predicted_lower_blocks=selection.lower_blocks if "lower_blocks" in selection else None,
+            kv_source=selection.kv_source if "kv_source" in selection else None,
             ignored_overrides=selection.ignored_overrides,
         )
         if self._earlier_ranks:
             routing.earlier_ranks = self._earlier_ranks.copy()
             routing.migrations = migrations
-            routing.inexact_continuation = migrations > 0 and is_inexact(self._request.sampling_options)
+            sampling = self._request.sampling_options
+            routing.inexact_continuation = migrations > 0 and sampling is not None and is_inexact(sampling)
         if prefill is not None:
             routing.prefill_reason = prefill.reason
             routing.prefill_us = prefill.spent_ns // 1000

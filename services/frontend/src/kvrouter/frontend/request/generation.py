@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import structlog
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.recording.recorder import Outline
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, RestartWait
@@ -44,7 +45,6 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.tracing import is_recording, span
 from kvrouter.v1.common_pb2 import BookingKey, KvSource, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NoWorkers, UnknownComponent
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 
@@ -78,7 +78,7 @@ class Generation:
 
     def __init__(
         self,
-        request: FrontendServiceGenerateRequest,
+        request: GenerateRequest,
         prompt: bytes,
         view: ComponentView,
         links: SchedulerLinks,
@@ -179,7 +179,7 @@ class Generation:
     async def _traced(self, running: Awaitable[None]) -> None:
         with span("generate") as request_span:
             if request_span.recording:
-                tokens, most = self._input.client_prompt_tokens, self._request.stop_conditions.max_tokens
+                tokens, most = self._input.client_prompt_tokens, self._request.stop.max_tokens
                 request_span.set(span_attributes(self._request.model, self._operation, most, tokens))
                 request_span.set({"kvrouter.request_id": self._request_id})
             try:
@@ -355,7 +355,7 @@ class Generation:
         """
         selection, booking = await self._book(attempt, _DECODE, deadline)
         decision = selection.prefill
-        if selection.HasField("prefill") and not decision.remote:
+        if "prefill" in selection and not decision.remote:
             prefill.skip(decision.reason)
             return selection, booking
         served = False
@@ -460,7 +460,6 @@ class Generation:
         if not self._budget.allows(with_output=self._attempt_has_output, is_drained=cause == "drained"):
             return False
         return any(
-            worker.worker_id != worker_id
-            and can_take(worker, self._input.routing.constraints, self._request.scope.lora_name)
+            worker.worker_id != worker_id and can_take(worker, self._input.routing.constraints, self._request.lora_name)
             for worker in self._workers.health.healthy(self._input.component)
         ) or (self._pools is not None and self._pools.has_healthy_worker(besides=self._input.component))

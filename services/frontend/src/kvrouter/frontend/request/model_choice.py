@@ -12,20 +12,17 @@ import structlog
 from kvrouter.frontend.access.caller import current_grant
 from kvrouter.frontend.access.following import changes
 from kvrouter.frontend.request.current_choice import FALLS_BACK, ModelChoice, running_at
-from kvrouter.frontend.request.model_pools import can_take, of_pool
+from kvrouter.frontend.request.model_pools import UNCONSTRAINED, can_take, of_pool
 from kvrouter.frontend.request.model_rules import ModelFileError, ModelRule, ordered, read_model_rules
 from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.net.secret_files import file_version
-from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.errors import KvRouterError
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 log = structlog.get_logger(component="frontend")
 
 _T = TypeVar("_T")
-
-_UNCONSTRAINED = RoutingConstraints()
 
 
 class ModelChoices:
@@ -156,7 +153,7 @@ class ModelChoices:
         except KvRouterError:
             return False
         return any(
-            can_take(worker, _UNCONSTRAINED, serving.lora_name)
+            can_take(worker, UNCONSTRAINED, serving.lora_name)
             for view in views
             for worker in self._health.healthy(view.name)
         )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import longest_prompt, serves
 from kvrouter.v1.common_pb2 import Role, RoutingConstraints, Stage
 from kvrouter.v1.errors import BadRequest, NoWorkers, UnknownModel
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, Model
+from kvrouter.v1.frontend_pb2 import Model
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.texts import text_of
 
 CONSTRAINT_FIELD = "sampling_options.structured_output"
 """Field of the contract that constrains an output."""
+UNCONSTRAINED = RoutingConstraints()
+"""Those of a request that may go to any worker."""
 
 
 def pools_of_model(
@@ -74,21 +77,20 @@ def resolve_model(model: str, components: Mapping[ComponentName, ComponentView])
     return _largest_first(serving), model
 
 
-def fitting_pools(
-    request: FrontendServiceGenerateRequest, tokens: int, views: Sequence[ComponentView]
-) -> Sequence[ComponentView]:
+def fitting_pools(request: GenerateRequest, tokens: int, views: Sequence[ComponentView]) -> Sequence[ComponentView]:
     """Returns the pools that can run a request of that many prompt tokens; all of them if none can.
 
     A pool can if a worker of it satisfies the request's constraints, and prompt and output keep its limit.
     """
-    lora_name, is_constrained = request.scope.lora_name, request.sampling_options.HasField("structured_output")
-    longest = tokens + request.stop_conditions.max_tokens
+    sampling, constraints, lora_name = request.sampling_options, request.constraints or UNCONSTRAINED, request.lora_name
+    is_constrained = sampling is not None and "structured_output" in sampling
+    longest = tokens + request.stop.max_tokens
     return [
         view
         for view in views
         if longest <= (view.descriptor.max_model_len or longest)
         and any(
-            can_take(worker, request.constraints, lora_name) and (worker.serves_structured_output or not is_constrained)
+            can_take(worker, constraints, lora_name) and (worker.serves_structured_output or not is_constrained)
             for worker in view.workers.values()
         )
     ] or views
@@ -148,7 +150,7 @@ def can_take(worker: WorkerRegistration, constraints: RoutingConstraints, lora_n
         and serves(worker.role)
         and worker.worker_id not in constraints.excluded_worker_ids
         and (not allowed or worker.worker_id in allowed)
-        and (not constraints.HasField("worker_id") or worker.worker_id == constraints.worker_id)
+        and ("worker_id" not in constraints or worker.worker_id == constraints.worker_id)
         and all(worker.labels.get(label) == value for label, value in constraints.required_labels.items())
         and (not lora_name or lora_name in worker.lora_names)
     )

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import structlog
+from kvrouter.frontend.generate_request import StopRules
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.request.prefill_attempt import (
     AbandonedPrefills,
@@ -26,6 +27,7 @@ from kvrouter.frontend.schedulers.link_pool import PoolChoice, SchedulerLinks
 from kvrouter.frontend.workers.attempt import Dispatch
 from kvrouter.frontend.workers.client import Workers
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
+from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.tracing import Kind, span
@@ -33,7 +35,8 @@ from kvrouter.v1.common_pb2 import BookingKey, Rank, Role, RoutingRequest, Stage
 from kvrouter.v1.errors import AllBusy, KvRouterError, NotFound, NoWorkers, UnknownModel
 from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 from kvrouter.v1.texts import rank_text
-from kvrouter.v1.worker_pb2 import StopConditions, TransferParams, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import TransferParams
+from msgspec.structs import replace
 
 log = structlog.get_logger(component="frontend")
 
@@ -117,7 +120,7 @@ class PrefillStage:
 
     async def run(
         self,
-        request: WorkerServiceGenerateRequest,
+        request: WorkerRequest,
         prompt: bytes,
         routing: RoutingRequest,
         hashes: bytes,
@@ -128,7 +131,7 @@ class PrefillStage:
         """Has a prefill worker compute the prompt. Returns whether it did, or does so beside the decode worker.
 
         Args:
-            request: The request as the decode worker would receive it, without the prompt.
+            request: The request as the decode worker would receive it.
             prompt: The prompt, a packed buffer.
             routing: The request as the decode pool's Scheduler received it.
             hashes: Local hashes of the prompt, packed.
@@ -221,7 +224,7 @@ class PrefillStage:
     async def _attempt(
         self,
         view: ComponentView,
-        request: WorkerServiceGenerateRequest,
+        request: WorkerRequest,
         prompt: bytes,
         routing: RoutingRequest,
         hashes: bytes,
@@ -293,14 +296,13 @@ def _ids(workers: Iterable[tuple[str, int]], view: ComponentView) -> list[int]:
 
 
 def _prefill_request(
-    request: WorkerServiceGenerateRequest, key: BookingKey, rank: Rank, params: TransferParams | None
-) -> WorkerServiceGenerateRequest:
-    for_prefill = WorkerServiceGenerateRequest()
-    for_prefill.CopyFrom(request)
-    for_prefill.stage = Stage.STAGE_PREFILL
-    for_prefill.attempt = key.attempt
-    for_prefill.dp_rank = rank.dp_rank
-    for_prefill.stop_conditions.CopyFrom(StopConditions(max_tokens=1, ignore_eos=True))
-    if params is not None:
-        for_prefill.transfer_params.CopyFrom(params)
-    return for_prefill
+    request: WorkerRequest, key: BookingKey, rank: Rank, params: TransferParams | None
+) -> WorkerRequest:
+    return replace(
+        request,
+        stage=Stage.STAGE_PREFILL,
+        attempt=key.attempt,
+        dp_rank=rank.dp_rank,
+        stop=StopRules(max_tokens=1, ignore_eos=True),
+        transfer_params=params,
+    )

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from kvrouter.core import TokenBuffer, first_token_outside
 from kvrouter.engines.openai_server import is_openai_server
+from kvrouter.frontend.generate_request import GenerateRequest, StopRules
 from kvrouter.frontend.request.model_pools import structured_workers
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import check_prompt_length, check_request_id, longest_prompt
 from kvrouter.v1.common_pb2 import RoutingOverrides, RoutingRequest
 from kvrouter.v1.errors import BadRequest, PromptTooLong
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.registry_pb2 import WorkerRegistration
-from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
+from kvrouter.v1.worker_pb2 import SamplingOptions
 
 MAX_REQUEST_ID_BYTES = 112
 """The rest of a booking id's 128 bytes holds the suffix making it unique."""
@@ -58,7 +58,7 @@ def prompt_limit(views: Sequence[ComponentView], limits: Limits) -> Iterator[int
         raise PromptTooLong.for_model(error.tokens, limit + 1, field=error.info.field) from None
 
 
-def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: ComponentView, limits: Limits) -> None:
+def check_request(request: GenerateRequest, tokens: int, view: ComponentView, limits: Limits) -> None:
     """Checks a generation request whose prompt has that many tokens.
 
     Raises:
@@ -74,20 +74,20 @@ def check_request(request: FrontendServiceGenerateRequest, tokens: int, view: Co
             field="model",
             advice="Send the request to the Frontend's HTTP API.",
         )
-    longest, max_tokens = view.descriptor.max_model_len, request.stop_conditions.max_tokens
+    longest, max_tokens = view.descriptor.max_model_len, request.stop.max_tokens
     check_prompt_length(tokens, longest, limits.max_prompt_tokens)
-    _check_stop(request.stop_conditions, limits)
+    _check_stop(request.stop, limits)
     if longest and tokens + max_tokens > longest:
         raise PromptTooLong.for_model(tokens, longest, field="stop_conditions.max_tokens", output_tokens=max_tokens)
-    sampling = request.sampling_options if request.HasField("sampling_options") else None
+    sampling = request.sampling_options
     if sampling is not None:
         _check_sampling(sampling)
-    if request.migration_limit > MAX_MIGRATIONS:
+    if (migrations := request.migration_limit or 0) > MAX_MIGRATIONS:
         advice = f"Set migration_limit to at most {MAX_MIGRATIONS}."
-        raise _out_of_range("migration_limit", request.migration_limit, advice)
-    if request.HasField("overrides"):
+        raise _out_of_range("migration_limit", migrations, advice)
+    if request.overrides is not None:
         check_overrides(request.overrides)
-    if sampling is not None and sampling.HasField("structured_output"):
+    if sampling is not None and "structured_output" in sampling:
         structured_workers(view)
 
 
@@ -144,7 +144,7 @@ def check_overrides(overrides: RoutingOverrides) -> None:
         raise _out_of_range("overrides.active_decode_blocks_threshold", threshold, "Send a share between 0 and 1.")
 
 
-def _check_stop(stop: StopConditions, limits: Limits) -> None:
+def _check_stop(stop: StopRules, limits: Limits) -> None:
     max_tokens = stop.max_tokens
     if not 1 <= max_tokens <= limits.max_output_tokens:
         advice = f"Set max_tokens to a value from 1 to {limits.max_output_tokens}."
@@ -165,11 +165,11 @@ def _check_stop(stop: StopConditions, limits: Limits) -> None:
 
 def _check_sampling(sampling: SamplingOptions) -> None:
     _at_least_zero(sampling.temperature, "sampling_options.temperature")
-    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+    if "top_p" in sampling and not 0 < sampling.top_p <= 1:
         raise _out_of_range("sampling_options.top_p", sampling.top_p, "Send a number above 0 and up to 1.")
     if not 0 <= sampling.min_p <= 1:
         raise _out_of_range("sampling_options.min_p", sampling.min_p, "Send a number between 0 and 1.")
-    if sampling.HasField("n") and sampling.n != 1:
+    if "n" in sampling and sampling.n != 1:
         raise _out_of_range("sampling_options.n", sampling.n, "Send one request for each sequence.")
 
 

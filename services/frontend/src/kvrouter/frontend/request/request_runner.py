@@ -9,6 +9,7 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.caller import current_caller
 from kvrouter.frontend.access.request_admission import AdmittedRequest, RequestAdmission
 from kvrouter.frontend.access.rules import check_generation
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.recording.popular_prefixes import PopularPrefixes
@@ -28,7 +29,6 @@ from kvrouter.frontend.workers.client import WorkerClient, Workers
 from kvrouter.frontend.workers.poison_prompts import PoisonPrompts, RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 
 _FORWARDED = "it was forwarded as it is: the tokens of its output are not known"
 
@@ -90,7 +90,7 @@ class RequestRunner:
 
     async def run(
         self,
-        request: FrontendServiceGenerateRequest,
+        request: GenerateRequest,
         prompt: bytes,
         receiver: OutputReceiver,
         *,
@@ -132,11 +132,10 @@ class RequestRunner:
             views, lora_name, _ = self.models.resolve(request.model)
             known_model = views[0].descriptor.model
             caller = current_caller()
-            tenant = request.scope.tenant if caller is None else caller.tenant
+            tenant = request.tenant if caller is None else caller.tenant
             deaths = RequestDeaths(self.poison_prompts, tenant, known_model, prompt, request.multimodal_hashes)
             if lora_name:
-                request.model = known_model
-                request.scope.lora_name = lora_name
+                request.use_adapter(known_model, lora_name)
             view, pools = views[0], None
             if len(views) > 1:
                 pools = self._pools_of(request, tokens, lora_name or known_model, through, deaths)
@@ -144,14 +143,12 @@ class RequestRunner:
             if through is None:
                 check_request(request, tokens, view, self.limits)
                 if vocabulary := self.models.texts.vocabulary_size(known_model):
-                    stops = request.stop_conditions.stop_token_ids
+                    stops = request.stop.stop_token_ids
                     check_vocabulary(prompt, vocabulary, "token_ids")
                     check_vocabulary(stops, vocabulary, "stop_conditions.stop_token_ids")
             deaths.check()
             sequences = 1 if through is None else through.sequences
-            admitted = self.admission.admit(
-                views, tokens, request.stop_conditions.max_tokens, "Generate", sequences=sequences
-            )
+            admitted = self.admission.admit(views, tokens, request.stop.max_tokens, "Generate", sequences=sequences)
             if pools is not None:
                 # Only now, since this asks Schedulers.
                 view = await pools.cheapest(prompt, deadline)
@@ -211,25 +208,25 @@ class RequestRunner:
         if prefixes is not None and is_counted:
             prefixes.note(outline)
 
-    def _budget(self, request: FrontendServiceGenerateRequest, through: Workers | None) -> AttemptBudget:
+    def _budget(self, request: GenerateRequest, through: Workers | None) -> AttemptBudget:
         limit = self.settings.migration_limit
-        if request.HasField("migration_limit"):
+        if request.migration_limit is not None:
             limit = min(limit, request.migration_limit)
         blocker = ""
         if through is not None:
             blocker = _FORWARDED
-        elif request.HasField("sampling_options"):
+        elif request.sampling_options is not None:
             blocker = migration_blocker(request.sampling_options)
         return AttemptBudget(
             max_attempts=self.settings.max_attempts,
             migration_limit=limit,
-            pinned=request.HasField("constraints") and request.constraints.HasField("worker_id"),
+            pinned=request.constraints is not None and "worker_id" in request.constraints,
             migration_blocker=blocker,
         )
 
     def _pools_of(
         self,
-        request: FrontendServiceGenerateRequest,
+        request: GenerateRequest,
         tokens: int,
         model: str,
         through: Forwarding | None,

@@ -9,10 +9,11 @@ from typing import NamedTuple
 from kvrouter.engines.openai_server import is_openai_server
 from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.rules import check_model
+from kvrouter.frontend.generate_request import GenerateRequest
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES, hash_prompt
 from kvrouter.frontend.request.attempt_input import set_routing
 from kvrouter.frontend.request.current_choice import chosen_pool
-from kvrouter.frontend.request.model_pools import can_take, of_pool, resolve_model
+from kvrouter.frontend.request.model_pools import UNCONSTRAINED, can_take, of_pool, resolve_model
 from kvrouter.frontend.request.prefill_stage import PrefillStage
 from kvrouter.frontend.schedulers.link_pool import PoolChoice
 from kvrouter.frontend.text.model_text import ModelText
@@ -22,7 +23,6 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.common_pb2 import RoutingRequest
 from kvrouter.v1.errors import NoWorkers, UnknownModel
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
@@ -167,7 +167,7 @@ class ServedModels:
 class RequestPools:
     """Several pools, which may come and go while the request runs."""
 
-    request: FrontendServiceGenerateRequest
+    request: GenerateRequest
     """The request, without token ids."""
     views: Callable[[], Sequence[ComponentView]]
     """Returns the pools serving its model now, at least one, the largest first."""
@@ -189,7 +189,7 @@ class RequestPools:
 
     def has_healthy_worker(self, besides: ComponentName) -> bool:
         """Returns whether a healthy worker of another pool could take the request."""
-        constraints, lora_name = self.request.constraints, self.request.scope.lora_name
+        constraints, lora_name = self.request.constraints or UNCONSTRAINED, self.request.lora_name
         return any(
             can_take(worker, constraints, lora_name)
             for view in self.views()

@@ -21,11 +21,12 @@ from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.failures import Fault, WorkerFailure, WorkerFate, fault_of
 from kvrouter.frontend.workers.observed_worker import WorkerCall
 from kvrouter.frontend.workers.output import DetailedOutput, Output
+from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.net.calls import NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.errors import DeadlineExceeded, Draining, KvRouterError, WorkerLost
-from kvrouter.v1.worker_pb2 import FinishReason, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import FinishReason
 
 log = structlog.get_logger(component="frontend")
 
@@ -52,8 +53,7 @@ class Dispatch(msgspec.Struct, eq=False):
 
     worker_id: int
     endpoint: str
-    request: WorkerServiceGenerateRequest
-    """The request without its token ids."""
+    request: WorkerRequest
     prompt: bytes
     """Its token ids, packed."""
     on_output: Callable[[Output], None]
@@ -76,7 +76,7 @@ class Dispatch(msgspec.Struct, eq=False):
 
         Before its first output such a failure counts against the worker only by ``WorkerAttempt.blame``.
         """
-        return self.request.stage == Stage.STAGE_DECODE and self.request.HasField("transfer_params")
+        return self.request.stage == Stage.STAGE_DECODE and self.request.transfer_params is not None
 
 
 class WorkerAttempt:
@@ -103,7 +103,7 @@ class WorkerAttempt:
         self._health = health
         self._worker = health.worker
         self._metrics = metrics
-        self._max_tokens = dispatch.request.stop_conditions.max_tokens if max_tokens is None else max_tokens
+        self._max_tokens = dispatch.request.stop.max_tokens if max_tokens is None else max_tokens
         self._left = self._max_tokens
         """Tokens that may yet arrive, whether or not the worker keeps to the limit."""
         self.unattributed: WorkerFailure | None = None

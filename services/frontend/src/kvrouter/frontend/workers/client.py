@@ -9,7 +9,6 @@ from functools import partial
 from typing import Protocol
 
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.packed_prompt import encode_with_prompt
 from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
 from kvrouter.frontend.workers.connection import Probe, WorkerConnection
 from kvrouter.frontend.workers.health import WorkerHealth
@@ -144,7 +143,7 @@ class WorkerClient:
         """
         endpoint, deadline = dispatch.endpoint, dispatch.deadline
         attempt = WorkerAttempt(dispatch, self.health.begin(endpoint, dispatch.prompt_tokens), self.metrics)
-        encoded = encode_with_prompt(dispatch.request, dispatch.prompt)
+        encoded = dispatch.request.encode(dispatch.prompt)
         connection = self._pool.connection(endpoint)
         attempt.start(partial(connection.generate, encoded, deadline=deadline))
         return attempt

@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 import structlog
+from kvrouter.frontend.generate_request import StopRules
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.attempt import Dispatch, Outcome, WorkerAttempt
 from kvrouter.frontend.workers.client import WorkerClient, WorkerPool
@@ -24,13 +25,12 @@ from kvrouter.frontend.workers.connection import Probe
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import ObservedWorker
+from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.net.ticks import tick
 from kvrouter.runtime.config.fields import is_url
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import Directory
 from kvrouter.runtime.requests import serves
-from kvrouter.v1.common_pb2 import Stage
-from kvrouter.v1.worker_pb2 import StopConditions, WorkerServiceGenerateRequest
 
 log = structlog.get_logger(component="frontend")
 
@@ -62,11 +62,7 @@ class StallTrials:
         dispatch = Dispatch(
             worker.registered[0][1].worker_id,
             endpoint,
-            WorkerServiceGenerateRequest(
-                request_id=f"trial-{os.urandom(8).hex()}",
-                stop_conditions=StopConditions(max_tokens=1),
-                stage=Stage.STAGE_WHOLE,
-            ),
+            WorkerRequest(request_id=f"trial-{os.urandom(8).hex()}", stop=StopRules(max_tokens=1)),
             _PROMPT,
             # A worker that stalls after every first token is not recovered: its failures stay counted.
             lambda output: attempt.cancel() if output.tokens else None,

@@ -84,7 +84,7 @@ class _Offer(NamedTuple):
             and body.may_run_at(worker)
         }
         request = generate_request(body, "")
-        request.model, request.scope.lora_name = view.descriptor.model, lora_name
+        request.use_adapter(view.descriptor.model, lora_name)
         hashes = hash_prompt(body.token_ids, request, view.descriptor.block_size)
         routing = RoutingRequest()
         set_routing(routing, request, view, hashes, body.prompt_tokens, is_estimated=body.is_estimated)

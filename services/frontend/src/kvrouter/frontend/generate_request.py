@@ -1,0 +1,100 @@
+"""A request within the Frontend, whichever of its APIs it came by.
+
+Its structs have fields of the contract's messages. To make and read messages takes many times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash, RoutingConstraints, RoutingOverrides
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
+
+
+class StopRules(msgspec.Struct, frozen=True):
+    """When an output ends: the fields of ``StopConditions``."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    """Stop strings, for which a worker of tokens needs the Frontend."""
+
+    @classmethod
+    def of(cls, message: StopConditions) -> StopRules:
+        """Returns those of a message."""
+        return cls(
+            message.max_tokens,
+            message.min_tokens,
+            message.ignore_eos,
+            message.stop_token_ids[:],
+            message.stop[:],
+        )
+
+    def after(self, output_tokens: int) -> StopRules:
+        """Returns those of the rest of an output."""
+        max_tokens, min_tokens = max(0, self.max_tokens - output_tokens), max(0, self.min_tokens - output_tokens)
+        return msgspec.structs.replace(self, max_tokens=max_tokens, min_tokens=min_tokens)
+
+    def write(self, message: StopConditions) -> None:
+        """Sets an empty message to them."""
+        message.max_tokens = self.max_tokens
+        if self.min_tokens:
+            message.min_tokens = self.min_tokens
+        if self.ignore_eos:
+            message.ignore_eos = True
+        if self.stop_token_ids:
+            message.stop_token_ids.extend(self.stop_token_ids)
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """A request without its prompt: the fields of ``FrontendServiceGenerateRequest``."""
+
+    model: str
+    stop: StopRules
+    request_id: str = ""
+    priority: int = 0
+    conversation_id: str = ""
+    sampling_options: SamplingOptions | None = None
+    overrides: RoutingOverrides | None = None
+    constraints: RoutingConstraints | None = None
+    scope: BlockScope | None = None
+    multimodal_hashes: Sequence[MultimodalHash] = ()
+    migration_limit: int | None = None
+    expected_output_tokens: int | None = None
+
+    @classmethod
+    def of(cls, message: FrontendServiceGenerateRequest) -> GenerateRequest:
+        """Returns the request of a message, of which it keeps parts."""
+        return cls(
+            model=message.model,
+            stop=StopRules.of(message.stop_conditions),
+            request_id=message.request_id,
+            priority=message.priority,
+            conversation_id=message.conversation_id,
+            sampling_options=message.sampling_options if "sampling_options" in message else None,
+            overrides=message.overrides if "overrides" in message else None,
+            constraints=message.constraints if "constraints" in message else None,
+            scope=message.scope if "scope" in message else None,
+            multimodal_hashes=message.multimodal_hashes,
+            migration_limit=message.migration_limit if "migration_limit" in message else None,
+            expected_output_tokens=message.expected_output_tokens if "expected_output_tokens" in message else None,
+        )
+
+    @property
+    def tenant(self) -> str:
+        """The tenant it claims; empty for none."""
+        return "" if self.scope is None else self.scope.tenant
+
+    @property
+    def lora_name(self) -> str:
+        """Name of its LoRA adapter; empty for a base model."""
+        return "" if self.scope is None else self.scope.lora_name
+
+    def use_adapter(self, model: str, lora_name: str) -> None:
+        """Names its base model, and the LoRA adapter of it; empty for the base model itself."""
+        self.model, self.scope = model, self.scope or BlockScope()
+        self.scope.lora_name = lora_name
