@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 
@@ -23,6 +24,7 @@ def encode_field(tag: bytes, value: bytes) -> bytes:
     return b"".join((tag, encode_varint(len(value)), value))
 
 
+@lru_cache(4096)  # Nearly all are lengths, which recur.
 def encode_varint(value: int) -> bytes:
     """Returns an unsigned number as a varint: 7 bits a byte, the lowest first."""
     out = bytearray()
