@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -53,8 +52,8 @@ class KeptOutput(msgspec.Struct):
 
     pieces: list[Sequence[int]] = []
     """The token ids of the latest pieces, in the order in which they were appended."""
-    packed_pieces: array[int] = msgspec.field(default_factory=partial(array, "I"))
-    """The tokens of those before."""
+    packed_pieces: bytearray = bytearray()
+    """The tokens of those before, a packed buffer."""
 
     def compact(self) -> None:
         """Limits the memory of the pieces. To be called now and then."""
@@ -64,66 +63,48 @@ class KeptOutput(msgspec.Struct):
     def packed(self) -> bytes:
         """Returns the tokens as a packed buffer."""
         self._pack()
-        return self.packed_pieces.tobytes()
+        return bytes(self.packed_pieces)
 
     def _pack(self) -> None:
-        self.packed_pieces.extend(chain.from_iterable(self.pieces))
+        self.packed_pieces += array("I", chain.from_iterable(self.pieces)).tobytes()
         self.pieces.clear()
 
 
-class Progress:
+class Progress(msgspec.Struct, eq=False):
     """The output of an attempt so far. ``end`` must follow."""
 
-    def __init__(
-        self,
-        booking: LiveBooking,
-        link: SchedulerLink,
-        receiver: OutputReceiver,
-        metrics: ModelMetrics,
-        since_ns: int,
-        *,
-        kept: KeptOutput | None = None,
-        continues: bool = False,
-        handover_us: Callable[[], int | None] | None = None,
-    ) -> None:
-        """Starts without output.
-
-        Args:
-            booking: The booking of the attempt.
-            link: Where it is booked.
-            receiver: Receives the output.
-            metrics: The metrics of its model.
-            since_ns: Arrival of the request, or for a continuation, failure of the worker before; by
-                ``time.perf_counter_ns``.
-            kept: Keeps the output; None if the request cannot migrate.
-            continues: Whether the request has output of an earlier attempt.
-            handover_us: Returns the time since a prefill worker computed the prompt, microseconds, if known. None
-                if the worker computes it.
-        """
-        self.output_tokens = 0
-        """Output tokens of this attempt."""
-        self.cached_tokens: int | None = None
-        """Prompt tokens the worker found cached; None while it has not said so."""
-        self.lower_cached_tokens: LowerTiers | None = None
-        """Those from below device memory; None if it has not said so."""
-        self._booking = booking
-        self._link = link
-        self._metrics = metrics
-        self._since_ns = since_ns
-        self._kept = kept
-        self._keep = None if kept is None else kept.pieces.append
-        self._output = receiver.output
-        self._observe_latency = metrics.token_latency.observe
-        self._continues = continues
-        self._handover_us = handover_us
-        self._is_whole = False
-        """Whether the output has ended, by itself or at its limit."""
-        self._frees_when_prefilled = False
-        """Whether the first output was also the last, so the free reports the computed prompt as well."""
-        self.first_output_ns = self.last_output_ns = 0
-        """Times of the first and the latest output, by ``time.perf_counter_ns``; 0 before."""
-        self._counted_tokens = 0
-        """Output tokens the metric includes."""
+    booking: LiveBooking
+    """The booking of the attempt."""
+    link: SchedulerLink
+    """Where it is booked."""
+    receiver: OutputReceiver
+    metrics: ModelMetrics
+    """The metrics of its model."""
+    since_ns: int
+    """Arrival of the request, or for a continuation, failure of the worker before; by ``time.perf_counter_ns``."""
+    kept: KeptOutput | None = None
+    """Keeps the output; None if the request cannot migrate."""
+    continues: bool = False
+    """Whether the request has output of an earlier attempt."""
+    handover_us: Callable[[], int | None] | None = None
+    """Returns the time since a prefill worker computed the prompt, microseconds, if known. None if the worker computes
+    it."""
+    output_tokens: int = 0
+    """Output tokens of this attempt."""
+    cached_tokens: int | None = None
+    """Prompt tokens the worker found cached; None while it has not said so."""
+    lower_cached_tokens: LowerTiers | None = None
+    """Those from below device memory; None if it has not said so."""
+    first_output_ns: int = 0
+    """Time of the first output, by ``time.perf_counter_ns``; 0 before."""
+    last_output_ns: int = 0
+    """Time of the latest output."""
+    is_whole: bool = False
+    """Whether the output has ended, by itself or at its limit."""
+    frees_when_prefilled: bool = False
+    """Whether the first output was also the last, so the free reports the computed prompt as well."""
+    counted_tokens: int = 0
+    """Output tokens the metric includes."""
 
     def pass_on(self, output: Output) -> None:
         """Passes a piece of the output on. Runs for every token, so it defers most work to full blocks."""
@@ -131,55 +112,55 @@ class Progress:
         if tokens:
             now_ns = time.perf_counter_ns()
             if self.output_tokens:
-                self._observe_latency((now_ns - self.last_output_ns) / 1e9, tokens)
+                self.metrics.token_latency.observe((now_ns - self.last_output_ns) / 1e9, tokens)
             else:
-                if output.finish_reason and self._handover_us is None:
-                    self._frees_when_prefilled = True  # ``end`` follows, which says both in one update.
+                if output.finish_reason and self.handover_us is None:
+                    self.frees_when_prefilled = True  # ``end`` follows, which says both in one update.
                 else:
-                    handover_us = None if self._handover_us is None else self._handover_us()
-                    self._link.prefill_complete(self._booking, handover_us=handover_us)
-                waited = self._metrics.migration_seconds if self._continues else self._metrics.ttft_seconds
-                waited.observe((now_ns - self._since_ns) / 1e9)
+                    handover_us = None if self.handover_us is None else self.handover_us()
+                    self.link.prefill_complete(self.booking, handover_us=handover_us)
+                waited = self.metrics.migration_seconds if self.continues else self.metrics.ttft_seconds
+                waited.observe((now_ns - self.since_ns) / 1e9)
                 self.first_output_ns = now_ns
             self.last_output_ns = now_ns
             self.output_tokens = output_tokens = self.output_tokens + tokens
-            if self._keep is not None:
-                self._keep(output.token_ids)
-            if output_tokens > self._booking.room and not output.finish_reason:
+            if self.kept is not None:
+                self.kept.pieces.append(output.token_ids)
+            if output_tokens > self.booking.room and not output.finish_reason:
                 self._report()
         if output.cached_tokens is not None and self.cached_tokens is None:
             self.cached_tokens, self.lower_cached_tokens = output.cached_tokens, output.lower_cached_tokens
-            if not self._continues:
-                booking = self._booking
-                self._metrics.found_cached(output.cached_tokens, booking.predicted_cached_tokens, booking.prompt_tokens)
+            if not self.continues:
+                booking = self.booking
+                self.metrics.found_cached(output.cached_tokens, booking.predicted_cached_tokens, booking.prompt_tokens)
                 if output.lower_cached_tokens is not None:
-                    for tier, count in self._metrics.lower_cached_tokens.items():
+                    for tier, count in self.metrics.lower_cached_tokens.items():
                         count.value += getattr(output.lower_cached_tokens, tier)
             else:
                 # The client has received what the first worker found, of the prompt that it sent.
                 output = output.without("cached_tokens")
         if output.finish_reason:
-            self._is_whole = output.finish_reason not in _BROKEN_OFF
-        self._output(output)
+            self.is_whole = output.finish_reason not in _BROKEN_OFF
+        self.receiver.output(output)
 
     def end(self) -> None:
         """Frees the booking."""
-        self._metrics.output_tokens.value += self.output_tokens - self._counted_tokens
-        self._link.free(
-            self._booking,
+        self.metrics.output_tokens.value += self.output_tokens - self.counted_tokens
+        self.link.free(
+            self.booking,
             self.cached_tokens,
             lower_cached_tokens=self.lower_cached_tokens,
-            output_tokens=self.output_tokens if self._is_whole and not self._continues else None,
-            prefill_complete=self._frees_when_prefilled,
+            output_tokens=self.output_tokens if self.is_whole and not self.continues else None,
+            prefill_complete=self.frees_when_prefilled,
         )
 
     def _report(self) -> None:
         """Reports the need of a further block."""
-        self._link.report_output(self._booking, self.output_tokens)
-        self._metrics.output_tokens.value += self.output_tokens - self._counted_tokens
-        self._counted_tokens = self.output_tokens
-        if self._kept is not None:
-            self._kept.compact()
+        self.link.report_output(self.booking, self.output_tokens)
+        self.metrics.output_tokens.value += self.output_tokens - self.counted_tokens
+        self.counted_tokens = self.output_tokens
+        if self.kept is not None:
+            self.kept.compact()
 
 
 GENERATE = "kvrouter.v1.WorkerService/Generate"
