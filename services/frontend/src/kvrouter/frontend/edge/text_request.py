@@ -130,7 +130,8 @@ class TextRequest(msgspec.Struct, eq=False):
         values, top_k = _sampling_of(self.fields), self.fields.top_k
         if values == _UNSET and top_k is None and not self.logprobs and self.constraint is None:
             return None
-        sampling = SamplingOptions(**dict(zip(_SAMPLING, values, strict=True)))
+        given = {name: value for name, value in zip(_SAMPLING, values, strict=True) if value is not None}
+        sampling = SamplingOptions(**given)
         if top_k is not None:
             sampling.top_k = max(0, top_k)  # vLLM's value for all tokens is -1.
         if self.logprobs:

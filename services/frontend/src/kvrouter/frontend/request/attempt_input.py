@@ -41,9 +41,16 @@ def set_routing(
     descriptor = view.descriptor
     routing.component.CopyFrom(descriptor.component)
     routing.model, routing.block_size = request.model, descriptor.block_size
-    routing.prompt_tokens, routing.length_is_estimated = prompt_tokens, is_estimated
-    routing.conversation_id, routing.priority = request.conversation_id, request.priority
-    routing.max_output_tokens, routing.model_choice = request.stop.max_tokens, choice_text()
+    routing.prompt_tokens, routing.max_output_tokens = prompt_tokens, request.stop.max_tokens
+    # To set a field costs more than to leave it at its default.
+    if is_estimated:
+        routing.length_is_estimated = True
+    if request.conversation_id:
+        routing.conversation_id = request.conversation_id
+    if request.priority:
+        routing.priority = request.priority
+    if choice := choice_text():
+        routing.model_choice = choice
     if request.expected_output_tokens is not None:
         routing.expected_output_tokens = request.expected_output_tokens
     set_local_hashes(routing.local_hashes, local_hashes)

@@ -398,7 +398,8 @@ class Generation:
         self, attempt: int, stage: Stage, deadline: Deadline
     ) -> Coroutine[Any, Any, tuple[SelectWorkerResponse, LiveBooking]]:
         key = BookingKey(request_id=self._booked_id, attempt=attempt, stage=stage)
-        self._input.routing.may_prefill_locally = stage == _DECODE
+        if self._prefill is not None:
+            self._input.routing.may_prefill_locally = stage == _DECODE
         return self._link.book(key, self._input.selection, self._input.hashes, deadline=deadline)
 
     def _after(self, failure: WorkerFailure, error: KvRouterError) -> KvRouterError:

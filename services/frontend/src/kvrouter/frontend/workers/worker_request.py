@@ -37,10 +37,18 @@ class WorkerRequest(msgspec.Struct, kw_only=True, eq=False):
     def encode(self, prompt: bytes) -> bytes:
         """Returns the encoded message, with a prompt that is a packed buffer."""
         message = WorkerServiceGenerateRequest()
-        message.request_id, message.stage, message.attempt = self.request_id, self.stage, self.attempt
-        message.dp_rank, message.priority = self.dp_rank, self.priority
-        message.conversation_id = self.conversation_id
-        message.tracestate, message.baggage = trace_context.companions()
+        message.request_id, message.stage = self.request_id, self.stage
+        # To set a field costs more than to leave it at its default.
+        if self.attempt:
+            message.attempt = self.attempt
+        if self.dp_rank:
+            message.dp_rank = self.dp_rank
+        if self.priority:
+            message.priority = self.priority
+        if self.conversation_id:
+            message.conversation_id = self.conversation_id
+        if any(companions := trace_context.companions()):
+            message.tracestate, message.baggage = companions
         self.stop.write(message.stop_conditions)
         if self.sampling_options is not None:
             message.sampling_options.CopyFrom(self.sampling_options)
