@@ -14,13 +14,13 @@ from kvrouter.frontend.edge.frame import ResponseFrame, describe_routing, routin
 from kvrouter.frontend.edge.text_request import TextPrompt, TextRequest
 from kvrouter.frontend.edge.text_responses import WholeCompletion
 from kvrouter.frontend.edge.token_list import TokenPrompt, encode_token_ids
-from kvrouter.frontend.generate_request import GenerateRequest, StopRules
+from kvrouter.frontend.generate_request import GenerateRequest, Sampling, StopRules
 from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.workers.output import DetailedOutput
 from kvrouter.v1.common_pb2 import BlockScope, KvSource, LowerTiers, Rank, RoutingConstraints, RoutingOverrides, Tier
 from kvrouter.v1.errors import BadRequest, PromptTooLong
-from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, SamplingOptions
+from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput
 from msgspec.structs import replace
 
 
@@ -62,7 +62,7 @@ def test_fields_reach_the_contract() -> None:
     assert token_ids(completion) == [1, 2, 3]
     request = generated(completion)
     assert request.stop == StopRules(7, ignore_eos=True, stop_token_ids=[9])
-    assert request.sampling_options == SamplingOptions(temperature=0.5)
+    assert request.sampling == Sampling(temperature=0.5)
     assert request.constraints == RoutingConstraints(worker_id=3)
     assert request.scope == BlockScope(cache_salt="s")
     assert request.overrides == RoutingOverrides(overlap_score_weight=2.0, active_prefill_tokens_threshold=9)

@@ -11,7 +11,7 @@ import pytest
 from kvrouter.frontend.edge.chat_request import ChatFields, parse_chat
 from kvrouter.frontend.edge.completion_request import CompletionFields, parse_completion
 from kvrouter.frontend.edge.request_fields import OnlyDefault
-from kvrouter.frontend.generate_request import StopRules
+from kvrouter.frontend.generate_request import DEFAULT_SAMPLING, StopRules
 from kvrouter.v1.errors import BadRequest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -138,8 +138,8 @@ def generated(kind: str, body: dict[str, Any]) -> tuple[Any, Any]:
     encoded = json.dumps(body).encode()
     request = parse_chat(encoded) if kind == "chat" else parse_completion(encoded, max_prompt_tokens=100)
     generate = request.generate_request(request.max_tokens or 1)
-    rest = msgspec.structs.replace(generate, sampling_options=None, stop=StopRules(1))
-    return (generate.sampling_options, generate.stop), rest
+    rest = msgspec.structs.replace(generate, sampling=DEFAULT_SAMPLING, stop=StopRules(1))
+    return (generate.sampling, generate.stop), rest
 
 
 def test_every_field_is_listed() -> None:

@@ -11,7 +11,7 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from kvrouter.frontend.edge.messages_chat import MessagesFields, PromptFields
 from kvrouter.frontend.edge.messages_request import MessagesRequest
 from kvrouter.frontend.edge.request_fields import OnlyDefault
-from kvrouter.frontend.generate_request import StopRules
+from kvrouter.frontend.generate_request import DEFAULT_SAMPLING, StopRules
 from kvrouter.v1.errors import BadRequest
 
 from ....reference_pages import REFERENCE, rows
@@ -51,8 +51,8 @@ def generated(body: dict[str, Any]) -> tuple[Any, Any]:
     """Returns what the worker gets of a message, and the rest of the request."""
     request = MessagesRequest.parse(json.dumps(body).encode()).to_text_request(100)
     generate = request.generate_request(request.max_tokens or 1)
-    rest = msgspec.structs.replace(generate, sampling_options=None, stop=StopRules(1))
-    return (generate.sampling_options, generate.stop), rest
+    rest = msgspec.structs.replace(generate, sampling=DEFAULT_SAMPLING, stop=StopRules(1))
+    return (generate.sampling, generate.stop), rest
 
 
 def test_every_field_is_listed() -> None:

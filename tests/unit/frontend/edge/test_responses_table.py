@@ -10,7 +10,7 @@ import pytest
 from kvrouter.frontend.edge.request_fields import OnlyDefault
 from kvrouter.frontend.edge.responses_chat import ResponsesFields
 from kvrouter.frontend.edge.responses_request import ResponsesRequest
-from kvrouter.frontend.generate_request import StopRules
+from kvrouter.frontend.generate_request import DEFAULT_SAMPLING, StopRules
 from kvrouter.v1.errors import BadRequest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase, ResponseCreateParamsStreaming
 
@@ -50,8 +50,8 @@ def generated(body: dict[str, Any]) -> tuple[Any, Any]:
     """Returns what the worker gets of a response, and the rest of the request."""
     request = ResponsesRequest.parse(json.dumps(body).encode()).to_text_request(100)
     generate = request.generate_request(request.max_tokens or 1)
-    rest = msgspec.structs.replace(generate, sampling_options=None, stop=StopRules(1))
-    return (generate.sampling_options, generate.stop), rest
+    rest = msgspec.structs.replace(generate, sampling=DEFAULT_SAMPLING, stop=StopRules(1))
+    return (generate.sampling, generate.stop), rest
 
 
 def test_every_field_is_listed() -> None:

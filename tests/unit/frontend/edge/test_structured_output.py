@@ -16,9 +16,7 @@ ENCODED = json.dumps(SCHEMA, separators=(",", ":"))
 
 def constraint(**fields: Any) -> StructuredOutput | None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields
-    request = parse_chat(json.dumps(body).encode()).generate_request(5)
-    options = request.sampling_options
-    return None if options is None else options.structured_output
+    return parse_chat(json.dumps(body).encode()).generate_request(5).sampling.structured_output
 
 
 @pytest.mark.parametrize(

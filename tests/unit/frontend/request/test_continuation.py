@@ -6,13 +6,13 @@ import struct
 
 import pytest
 from hypothesis import given, strategies as st
-from kvrouter.frontend.generate_request import GenerateRequest, StopRules
+from kvrouter.frontend.generate_request import GenerateRequest, Sampling, StopRules
 from kvrouter.frontend.packed_prompt import hash_prompt
 from kvrouter.frontend.request.attempt_budget import AttemptBudget, is_inexact, migration_blocker
 from kvrouter.frontend.request.progress import KeptOutput
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.v1.common_pb2 import BlockScope, MultimodalHash
-from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
+from kvrouter.v1.worker_pb2 import ChoiceOutput, SamplingOptions, StopConditions, StructuredOutput
 
 LOST = WorkerFailure(1, "UNAVAILABLE", "worker 1 failed")
 SILENT = WorkerFailure(1, "silent", "worker 1 stopped answering")
@@ -71,17 +71,38 @@ def test_a_worker_gets_the_stop_conditions_of_its_request(stop: StopConditions) 
 
 
 @pytest.mark.parametrize(
-    ("sampling", "inexact"),
+    "sampling",
     [
-        (SamplingOptions(), False),
-        (SamplingOptions(temperature=0.7, top_p=0.9, repetition_penalty=1), False),
-        (SamplingOptions(seed=0), True),
-        (SamplingOptions(presence_penalty=0.1), True),
-        (SamplingOptions(frequency_penalty=-0.1), True),
-        (SamplingOptions(repetition_penalty=1.1), True),
+        SamplingOptions(),
+        SamplingOptions(temperature=0, top_p=0.5, top_k=0, min_p=0, seed=0, n=1),
+        SamplingOptions(frequency_penalty=0, presence_penalty=-1, repetition_penalty=1, logprobs=2),
+        SamplingOptions(engine_options_json="{}", structured_output=StructuredOutput(json_object=True)),
+        SamplingOptions(structured_output=StructuredOutput(choice=ChoiceOutput(texts=["a"]))),
     ],
 )
-def test_seeds_and_penalties_make_a_continuation_inexact(sampling: SamplingOptions, inexact: bool) -> None:
+def test_a_worker_gets_the_sampling_options_of_its_request(sampling: SamplingOptions) -> None:
+    written = SamplingOptions()
+    Sampling.of(sampling).write(written)
+    assert written == sampling
+
+
+def test_every_field_of_the_contract_reaches_a_worker() -> None:
+    assert set(Sampling.__struct_fields__) == set(SamplingOptions.DESCRIPTOR.fields_by_name)
+    assert set(StopRules.__struct_fields__) == set(StopConditions.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "inexact"),
+    [
+        (Sampling(), False),
+        (Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1), False),
+        (Sampling(seed=0), True),
+        (Sampling(presence_penalty=0.1), True),
+        (Sampling(frequency_penalty=-0.1), True),
+        (Sampling(repetition_penalty=1.1), True),
+    ],
+)
+def test_seeds_and_penalties_make_a_continuation_inexact(sampling: Sampling, inexact: bool) -> None:
     assert is_inexact(sampling) == inexact
 
 
@@ -98,7 +119,7 @@ def test_seeds_and_penalties_make_a_continuation_inexact(sampling: SamplingOptio
     ],
 )
 def test_what_cannot_continue_says_why(options: dict[str, object], why: str) -> None:
-    assert migration_blocker(SamplingOptions(**options)) == why  # type: ignore[arg-type]
+    assert migration_blocker(Sampling(**options)) == why  # type: ignore[arg-type]
 
 
 def test_attempts_begin_anew_after_each_migration() -> None:

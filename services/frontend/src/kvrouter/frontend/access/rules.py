@@ -141,8 +141,7 @@ def check_generation(caller: Caller, request: GenerateRequest, fields: FieldRule
     """
     check_model(caller, request.model)
     _check_priority(caller, request.priority)
-    if request.sampling_options is not None:
-        fields.check_options(request.sampling_options.engine_options_json)
+    fields.check_options(request.sampling.engine_options_json or "")
     if request.scope is not None or caller.isolated:
         request.scope = scope = request.scope or BlockScope()
         _check_scope(caller, scope, salts)

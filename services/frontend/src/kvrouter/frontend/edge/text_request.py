@@ -8,24 +8,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 
 import msgspec
 from kvrouter.frontend.edge.json_body import invalid
 from kvrouter.frontend.edge.request_fields import MAX_SEQUENCES, Constraint, RouterConfigOverride, SharedFields
 from kvrouter.frontend.edge.token_list import ADVICE, TokenPrompt
-from kvrouter.frontend.generate_request import GenerateRequest, StopRules
+from kvrouter.frontend.generate_request import GenerateRequest, Sampling, StopRules
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.tool_calls import ToolUse
 from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, RoutingOverrides
 from kvrouter.v1.errors import BadRequest
-from kvrouter.v1.worker_pb2 import SamplingOptions
 from msgspec.structs import asdict
 
-_SAMPLING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed")
-_sampling_of = attrgetter(*_SAMPLING)
-_UNSET = (None,) * len(_SAMPLING)
 _NO_OVERRIDE = RouterConfigOverride()
 
 
@@ -113,7 +108,7 @@ class TextRequest(msgspec.Struct, eq=False):
             request_id=fields.request_id or "",
             priority=fields.priority or 0,
             conversation_id=fields.conversation_id or "",
-            sampling_options=self._sampling_options(),
+            sampling=self._sampling(),
             migration_limit=fields.migration_limit,
             expected_output_tokens=fields.expected_output_tokens,
         )
@@ -125,20 +120,20 @@ class TextRequest(msgspec.Struct, eq=False):
             request.scope = BlockScope(cache_salt=fields.cache_salt)
         return request
 
-    def _sampling_options(self) -> SamplingOptions | None:
-        """Returns how tokens are sampled; None if the request does not say so."""
-        values, top_k = _sampling_of(self.fields), self.fields.top_k
-        if values == _UNSET and top_k is None and not self.logprobs and self.constraint is None:
-            return None
-        given = {name: value for name, value in zip(_SAMPLING, values, strict=True) if value is not None}
-        sampling = SamplingOptions(**given)
-        if top_k is not None:
-            sampling.top_k = max(0, top_k)  # vLLM's value for all tokens is -1.
-        if self.logprobs:
-            sampling.logprobs = 1 + self.top_logprobs
-        if self.constraint is not None:
-            sampling.structured_output.CopyFrom(self.constraint[1])
-        return sampling
+    def _sampling(self) -> Sampling:
+        fields = self.fields
+        return Sampling(
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=None if fields.top_k is None else max(0, fields.top_k),  # vLLM's value for all tokens is -1.
+            min_p=fields.min_p,
+            frequency_penalty=fields.frequency_penalty,
+            presence_penalty=fields.presence_penalty,
+            repetition_penalty=fields.repetition_penalty,
+            seed=fields.seed,
+            logprobs=1 + self.top_logprobs if self.logprobs else None,
+            structured_output=None if self.constraint is None else self.constraint[1],
+        )
 
 
 _STRING = re.compile(r'"(?:[^"\\]+|\\.)*+"', re.DOTALL)

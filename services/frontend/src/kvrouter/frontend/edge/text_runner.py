@@ -20,6 +20,7 @@ from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.errors import BadRequest, KvRouterError
+from msgspec.structs import replace
 
 UNKNOWN_LENGTH_TOKENS = 4096
 """Output tokens of a chat without ``max_tokens`` whose model's length is not known."""
@@ -106,9 +107,10 @@ async def _run_all(runner: RequestRunner, prepared: PreparedText, sink: ChoiceSi
         prompt = frame.prompt_of(index)
         choice = Choice(index, frame, sink)
         generate = request.generate_request(_max_tokens(runner.limits, prepared, prompt))
-        sampling = generate.sampling_options
-        if index % request.sequences and sampling is not None and "seed" in sampling:
-            sampling.seed = (sampling.seed + index % request.sequences) % (1 << 64)
+        seed = generate.sampling.seed
+        if index % request.sequences and seed is not None:
+            seed = (seed + index % request.sequences) % (1 << 64)
+            generate.sampling = replace(generate.sampling, seed=seed)
         runs.append((generate, prompt, choice))
     operation = CHAT if request.is_chat else TEXT_COMPLETION
     if len(runs) == 1:

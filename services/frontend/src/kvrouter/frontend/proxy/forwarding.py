@@ -20,7 +20,7 @@ from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER, kv_source_text
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
-from kvrouter.frontend.generate_request import GenerateRequest, StopRules
+from kvrouter.frontend.generate_request import GenerateRequest, Sampling, StopRules
 from kvrouter.frontend.proxy.engine_connections import EngineConnections
 from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineFailed
 from kvrouter.frontend.proxy.engine_request import (
@@ -45,7 +45,7 @@ from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, Stage
 from kvrouter.v1.errors import AllBusy, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.registry_pb2 import WorkerRegistration
-from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions
+from kvrouter.v1.worker_pb2 import FinishReason
 
 _NOT_FORWARDED = frozenset(
     {
@@ -90,7 +90,7 @@ def generate_request(body: RoutedBody, request_id: str, pools: Sequence[Componen
         request_id=request_id,
         priority=body.priority,
         conversation_id=body.conversation_id,
-        sampling_options=SamplingOptions(n=body.sequences) if body.sequences > 1 else None,
+        sampling=Sampling(n=body.sequences),
         scope=BlockScope(cache_salt=body.cache_salt) if body.cache_salt else None,
         multimodal_hashes=body.media.hashes if body.media else (),
     )

@@ -9,10 +9,10 @@ import asyncio
 import json
 
 import msgspec
+from kvrouter.frontend.generate_request import Sampling
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.net.backoff import Backoff
 from kvrouter.runtime.deadline import Deadline
-from kvrouter.v1.worker_pb2 import SamplingOptions
 
 _STRUCTURED = frozenset(
     {
@@ -23,11 +23,11 @@ _STRUCTURED = frozenset(
 """Options of engines for structured output. Its grammar begins anew on another worker, in the middle of the output."""
 
 
-def migration_blocker(sampling: SamplingOptions) -> str:
+def migration_blocker(sampling: Sampling) -> str:
     """Returns why a request with output cannot continue on another worker; empty if it can."""
-    if sampling.n > 1:
+    if sampling.n is not None and sampling.n > 1:
         return f"it has {sampling.n} sequences"
-    if "structured_output" in sampling:
+    if sampling.structured_output is not None:
         return "its output is structured"
     if not sampling.engine_options_json:
         return ""
@@ -39,12 +39,12 @@ def migration_blocker(sampling: SamplingOptions) -> str:
     return f"its output is structured ({', '.join(used)})" if used else ""
 
 
-def is_inexact(sampling: SamplingOptions) -> bool:
+def is_inexact(sampling: Sampling) -> bool:
     """Returns whether the output of another worker may differ: the state of a seed or a penalty begins anew."""
     return (
-        "seed" in sampling
+        sampling.seed is not None
         or bool(sampling.frequency_penalty or sampling.presence_penalty)
-        or ("repetition_penalty" in sampling and sampling.repetition_penalty != 1)
+        or sampling.repetition_penalty not in (None, 1)
     )
 
 

@@ -63,12 +63,11 @@ def set_routing(
         routing.overrides.CopyFrom(request.overrides)
     if request.constraints is not None:
         routing.constraints.CopyFrom(request.constraints)
-    if (sampling := request.sampling_options) is not None:
-        if sampling.n > 1:
-            routing.sequences = sampling.n
-        if "structured_output" in sampling:
-            unable = (worker.worker_id for worker in view.workers.values() if not worker.serves_structured_output)
-            routing.constraints.excluded_worker_ids.extend(unable)
+    if request.sampling.n is not None and request.sampling.n > 1:
+        routing.sequences = request.sampling.n
+    if request.sampling.structured_output is not None:
+        unable = (worker.worker_id for worker in view.workers.values() if not worker.serves_structured_output)
+        routing.constraints.excluded_worker_ids.extend(unable)
 
 
 class AttemptInput:
@@ -180,7 +179,7 @@ class AttemptInput:
             priority=request.priority,
             conversation_id=request.conversation_id,
             stop=self._stop,
-            sampling_options=request.sampling_options,
+            sampling=request.sampling,
             scope=request.scope,
             content=content_in_blocks(media, self.block_size) if media else (),
             transfer_params=transfer_params,
@@ -226,8 +225,7 @@ class AttemptInput:
         if self._earlier_ranks:
             routing.earlier_ranks = self._earlier_ranks.copy()
             routing.migrations = migrations
-            sampling = self._request.sampling_options
-            routing.inexact_continuation = migrations > 0 and sampling is not None and is_inexact(sampling)
+            routing.inexact_continuation = migrations > 0 and is_inexact(self._request.sampling)
         if prefill is not None:
             routing.prefill_reason = prefill.reason
             routing.prefill_us = prefill.spent_ns // 1000

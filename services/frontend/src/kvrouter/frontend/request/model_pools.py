@@ -82,8 +82,8 @@ def fitting_pools(request: GenerateRequest, tokens: int, views: Sequence[Compone
 
     A pool can if a worker of it satisfies the request's constraints, and prompt and output keep its limit.
     """
-    sampling, constraints, lora_name = request.sampling_options, request.constraints or UNCONSTRAINED, request.lora_name
-    is_constrained = sampling is not None and "structured_output" in sampling
+    constraints, lora_name = request.constraints or UNCONSTRAINED, request.lora_name
+    is_constrained = request.sampling.structured_output is not None
     longest = tokens + request.stop.max_tokens
     return [
         view

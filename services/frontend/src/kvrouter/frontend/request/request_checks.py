@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 from kvrouter.core import TokenBuffer, first_token_outside
 from kvrouter.engines.openai_server import is_openai_server
-from kvrouter.frontend.generate_request import GenerateRequest, StopRules
+from kvrouter.frontend.generate_request import DEFAULT_SAMPLING, GenerateRequest, Sampling, StopRules
 from kvrouter.frontend.request.model_pools import structured_workers
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.runtime.requests import check_prompt_length, check_request_id, longest_prompt
 from kvrouter.v1.common_pb2 import RoutingOverrides, RoutingRequest
 from kvrouter.v1.errors import BadRequest, PromptTooLong
 from kvrouter.v1.registry_pb2 import WorkerRegistration
-from kvrouter.v1.worker_pb2 import SamplingOptions
 
 MAX_REQUEST_ID_BYTES = 112
 """The rest of a booking id's 128 bytes holds the suffix making it unique."""
@@ -79,15 +78,14 @@ def check_request(request: GenerateRequest, tokens: int, view: ComponentView, li
     _check_stop(request.stop, limits)
     if longest and tokens + max_tokens > longest:
         raise PromptTooLong.for_model(tokens, longest, field="stop_conditions.max_tokens", output_tokens=max_tokens)
-    sampling = request.sampling_options
-    if sampling is not None:
-        _check_sampling(sampling)
+    if request.sampling != DEFAULT_SAMPLING:
+        _check_sampling(request.sampling)
     if (migrations := request.migration_limit or 0) > MAX_MIGRATIONS:
         advice = f"Set migration_limit to at most {MAX_MIGRATIONS}."
         raise _out_of_range("migration_limit", migrations, advice)
     if request.overrides is not None:
         check_overrides(request.overrides)
-    if sampling is not None and "structured_output" in sampling:
+    if request.sampling.structured_output is not None:
         structured_workers(view)
 
 
@@ -163,13 +161,14 @@ def _check_stop(stop: StopRules, limits: Limits) -> None:
         )
 
 
-def _check_sampling(sampling: SamplingOptions) -> None:
-    _at_least_zero(sampling.temperature, "sampling_options.temperature")
-    if "top_p" in sampling and not 0 < sampling.top_p <= 1:
+def _check_sampling(sampling: Sampling) -> None:
+    if sampling.temperature is not None:
+        _at_least_zero(sampling.temperature, "sampling_options.temperature")
+    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
         raise _out_of_range("sampling_options.top_p", sampling.top_p, "Send a number above 0 and up to 1.")
-    if not 0 <= sampling.min_p <= 1:
+    if sampling.min_p is not None and not 0 <= sampling.min_p <= 1:
         raise _out_of_range("sampling_options.min_p", sampling.min_p, "Send a number between 0 and 1.")
-    if "n" in sampling and sampling.n != 1:
+    if sampling.n is not None and sampling.n != 1:
         raise _out_of_range("sampling_options.n", sampling.n, "Send one request for each sequence.")
 
 

@@ -212,16 +212,11 @@ class RequestRunner:
         limit = self.settings.migration_limit
         if request.migration_limit is not None:
             limit = min(limit, request.migration_limit)
-        blocker = ""
-        if through is not None:
-            blocker = _FORWARDED
-        elif request.sampling_options is not None:
-            blocker = migration_blocker(request.sampling_options)
         return AttemptBudget(
             max_attempts=self.settings.max_attempts,
             migration_limit=limit,
             pinned=request.constraints is not None and "worker_id" in request.constraints,
-            migration_blocker=blocker,
+            migration_blocker=migration_blocker(request.sampling) if through is None else _FORWARDED,
         )
 
     def _pools_of(

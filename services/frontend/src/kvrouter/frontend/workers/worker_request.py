@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from kvrouter.frontend.generate_request import StopRules
+from kvrouter.frontend.generate_request import DEFAULT_SAMPLING, Sampling, StopRules
 from kvrouter.frontend.packed_prompt import encode_with_prompt
 from kvrouter.net import trace_context
 from kvrouter.v1.common_pb2 import BlockScope, KvSource, Stage
-from kvrouter.v1.worker_pb2 import SamplingOptions, TransferParams, WorkerServiceGenerateRequest
+from kvrouter.v1.worker_pb2 import TransferParams, WorkerServiceGenerateRequest
 
 # Reading it from the enum takes over a microsecond.
 _WHOLE = Stage.STAGE_WHOLE
@@ -25,7 +25,7 @@ class WorkerRequest(msgspec.Struct, kw_only=True, eq=False):
     dp_rank: int = 0
     priority: int = 0
     conversation_id: str = ""
-    sampling_options: SamplingOptions | None = None
+    sampling: Sampling = DEFAULT_SAMPLING
     scope: BlockScope | None = None
     content: Sequence[tuple[int, int]] = ()
     """Block index and hash of its multimodal content."""
@@ -50,8 +50,8 @@ class WorkerRequest(msgspec.Struct, kw_only=True, eq=False):
         if any(companions := trace_context.companions()):
             message.tracestate, message.baggage = companions
         self.stop.write(message.stop_conditions)
-        if self.sampling_options is not None:
-            message.sampling_options.CopyFrom(self.sampling_options)
+        if self.sampling != DEFAULT_SAMPLING:
+            self.sampling.write(message.sampling_options)
         if self.scope is not None:
             message.scope.CopyFrom(self.scope)
         if self.transfer_params is not None:
