@@ -204,10 +204,10 @@ class AttemptInput:
             prefill: The prefill stage; None if the pool is not disaggregated.
         """
         load_only = selection.load_only
-        routing = Routed(
-            request_id=request_id,
-            rank=booking.rank,
-            attempt=booking.key.attempt,
+        routing = Routed(  # some by position: more than 15 by name take a dictionary, and several times as long
+            request_id,
+            booking.rank,
+            booking.key.attempt,
             predicted_overlap_blocks=selection.overlap_blocks,
             prompt_blocks=selection.prompt_blocks,
             decision_id=selection.decision_id,

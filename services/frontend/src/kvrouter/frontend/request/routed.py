@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 
-class Routed(Struct, kw_only=True, eq=False):
+class Routed(Struct, eq=False):
     """The fields of the contract's ``RoutingInfo``. To make and read a message takes many times as long."""
 
     request_id: str
