@@ -16,6 +16,8 @@ NAMES = {
     "EventRecorder",
     "MemoryBudget",
     "Observations",
+    "LatencyCalibration",
+    "MeasuredFactor",
     "PrefixIndex",
     "PredictedIndex",
     "ActiveSequences",

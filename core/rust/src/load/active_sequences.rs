@@ -39,11 +39,8 @@ pub enum Blocks<'a> {
 /// The outcome of `book`.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Booked {
-    /// With the sequences of its rank, and the prompts there that are to be computed, the new ones included.
-    Yes {
-        sequences: u64,
-        prompts: usize,
-    },
+    /// With the number of prompts to compute on its rank, the new one included.
+    Yes(usize),
     /// Booked already, or freed.
     Known,
     UnknownRank,
@@ -92,6 +89,8 @@ struct Load {
     prompts: BTreeMap<u64, u64>,
     /// Seconds at which the oldest was booked, or at which a prompt before or beside it ended.
     since: f64,
+    /// Most sequences between the last two calls of `most_sequences`, and since the last.
+    peaks: (u64, u64),
 }
 
 impl Load {
@@ -130,6 +129,42 @@ struct Order {
     slots: Vec<u32>,
 }
 
+/// Bookings over which the mean time in flight is taken, and those after which it is taken again.
+const MEAN_BOOKINGS: f64 = 64.0;
+const MEAN_STEP: u32 = 8;
+
+/// Mean time from booking to end: booked seconds over ended bookings.
+struct TimeInFlight {
+    mean: f64,
+    booked_seconds: f64,
+    ended: f64,
+    until_mean: u32,
+    counted_until: f64,
+}
+
+impl TimeInFlight {
+    /// Counts the time of so many live bookings.
+    fn count(&mut self, live: usize, now: f64) {
+        self.booked_seconds += live as f64 * (now - self.counted_until);
+        self.counted_until = now;
+    }
+
+    /// Counts the end of one of so many live bookings.
+    fn end(&mut self, live: usize, now: f64) {
+        self.count(live, now);
+        self.ended += 1.0;
+        self.until_mean -= 1;
+        if self.until_mean == 0 {
+            self.until_mean = MEAN_STEP;
+            self.mean = self.booked_seconds / self.ended;
+            if self.ended >= MEAN_BOOKINGS {
+                self.booked_seconds /= 2.0;
+                self.ended /= 2.0;
+            }
+        }
+    }
+}
+
 /// The bookings by key, and the load of their ranks.
 pub struct Sequences {
     block_size: u64,
@@ -140,6 +175,7 @@ pub struct Sequences {
     /// None if the ranks have changed since they were last read.
     order: Option<Order>,
     bookings: HashMap<Arc<Key>, Live>,
+    time_in_flight: TimeInFlight,
     booked: u64,
     freed: Tombstones<Key>,
     active: ActiveBlocks,
@@ -159,6 +195,13 @@ impl Sequences {
             free_slots: Vec::new(),
             order: None,
             bookings: HashMap::new(),
+            time_in_flight: TimeInFlight {
+                mean: f64::INFINITY,
+                booked_seconds: 0.0,
+                ended: 0.0,
+                until_mean: MEAN_STEP,
+                counted_until: 0.0,
+            },
             booked: 0,
             freed: Tombstones::new(tombstones),
             active: ActiveBlocks::new(),
@@ -202,7 +245,7 @@ impl Sequences {
         let keys: Vec<Arc<Key>> =
             self.loads.get(slot as usize).map(|load| load.live.values().cloned().collect()).unwrap_or_default();
         for key in &keys {
-            self.free(Arc::clone(key), 0.0);
+            self.end(Arc::clone(key), 0.0);
         }
         if let Some(load) = self.loads.get_mut(slot as usize) {
             *load = Load::default();
@@ -250,7 +293,9 @@ impl Sequences {
         if live.prefill_tokens > 0 {
             load.begin_prompt(live.order, live.prefill_tokens, request.now);
         }
-        let booked = Booked::Yes { sequences: load.sequences, prompts: load.prompts.len() };
+        load.peaks.1 = load.peaks.1.max(load.sequences);
+        let booked = Booked::Yes(load.prompts.len());
+        self.time_in_flight.count(self.bookings.len(), request.now);
         let key = Arc::new(request.key);
         load.live.insert(live.order, Arc::clone(&key));
         self.bookings.insert(key, live);
@@ -280,6 +325,20 @@ impl Sequences {
     /// Returns the number of booked sequences of a rank.
     pub fn sequences_of_rank(&self, rank: Name) -> u64 {
         self.load_of(rank).map_or(0, |load| load.sequences)
+    }
+
+    /// Returns the most booked sequences of a rank since the call before the last.
+    pub fn most_sequences(&mut self, rank: Name) -> u64 {
+        let slot = self.slots.get(&rank).copied();
+        let Some(load) = slot.and_then(|slot| self.loads.get_mut(slot as usize)) else { return 0 };
+        let most = load.peaks.0.max(load.peaks.1).max(load.sequences);
+        load.peaks = (load.peaks.1, load.sequences);
+        most
+    }
+
+    /// Returns the mean time from booking to end in seconds; infinite while too few have ended.
+    pub fn seconds_in_flight(&self) -> f64 {
+        self.time_in_flight.mean
     }
 
     fn load_of(&self, rank: Name) -> Option<&Load> {
@@ -313,6 +372,13 @@ impl Sequences {
 
     /// Frees a booking and adds a tombstone for its key. Returns its rank if it was live.
     pub fn free(&mut self, key: Arc<Key>, now: f64) -> Option<Name> {
+        if self.bookings.contains_key(&key) {
+            self.time_in_flight.end(self.bookings.len(), now);
+        }
+        self.end(key, now)
+    }
+
+    fn end(&mut self, key: Arc<Key>, now: f64) -> Option<Name> {
         let live = self.bookings.remove(&key);
         self.freed.put(key);
         let live = live?;
@@ -407,7 +473,7 @@ mod tests {
     }
 
     fn is_live(booked: Booked) -> bool {
-        matches!(booked, Booked::Yes { .. })
+        matches!(booked, Booked::Yes(_))
     }
 
     #[test]

@@ -6,4 +6,5 @@ pub(crate) mod block_users;
 pub(crate) mod cache_recency;
 pub(crate) mod forecast;
 pub(crate) mod recent_blocks;
+pub(crate) mod speeds;
 pub(crate) mod tombstones;

@@ -17,6 +17,7 @@ mod predicted;
 mod prefix_index;
 mod sequences;
 mod shared;
+mod speeds;
 mod vocabulary;
 
 pub use cache_recency::CacheRecency;
@@ -32,6 +33,7 @@ pub use outputs::{read_output, read_tokens};
 pub use predicted::PredictedIndex;
 pub use prefix_index::{ApplySummary, MemoryBudget, PrefixIndex};
 pub use sequences::ActiveSequences;
+pub use speeds::{LatencyCalibration, MeasuredFactor};
 pub use vocabulary::first_token_outside;
 
 use pyo3::prelude::*;

@@ -129,7 +129,7 @@ impl ActiveSequences {
         unique_blocks: bool,
         sequences: u32,
         now: f64,
-    ) -> PyResult<Option<(u64, usize)>> {
+    ) -> PyResult<Option<usize>> {
         let hashes = buffers::words(sequence_hashes)?;
         let (Some(prompt_tokens), Some(prefill_tokens)) = (tokens(prompt_tokens)?, tokens(prefill_tokens)?) else {
             return Err(PyValueError::new_err("expected 0 or more tokens"));
@@ -142,7 +142,7 @@ impl ActiveSequences {
         let sequences = u64::from(sequences);
         let request = Request { key, rank: rank.extract().ok(), prompt_tokens, prefill_tokens, blocks, sequences, now };
         match self.sequences.with(py, hashes.len() > LONG, |sequences| sequences.book(request)) {
-            Booked::Yes { sequences, prompts } => Ok(Some((sequences, prompts))),
+            Booked::Yes(prompts) => Ok(Some(prompts)),
             Booked::Known => Ok(None),
             Booked::UnknownRank => Err(PyKeyError::new_err(rank.clone().unbind())),
             Booked::Full => {
@@ -155,6 +155,15 @@ impl ActiveSequences {
 
     fn sequences(&self, py: Python<'_>, rank: Name) -> u64 {
         self.sequences.with(py, false, |sequences| sequences.sequences_of_rank(rank))
+    }
+
+    fn most_sequences(&self, py: Python<'_>, rank: Name) -> u64 {
+        self.sequences.with(py, false, |sequences| sequences.most_sequences(rank))
+    }
+
+    #[getter]
+    fn seconds_in_flight(&self, py: Python<'_>) -> f64 {
+        self.sequences.with(py, false, |sequences| sequences.seconds_in_flight())
     }
 
     fn rank(&self, py: Python<'_>, key: Key) -> Option<Name> {

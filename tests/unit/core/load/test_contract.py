@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 from kvrouter.core.interface import Rank
+from kvrouter.core.interface.load import MEAN_BOOKINGS, MEAN_STEP
 
 from ..batches import BookingRequest, packed
 
@@ -304,7 +306,7 @@ def test_loads_equal_what_a_count_from_scratch_says(sequences_class: type, calls
                 with pytest.raises(KeyError):
                     sequences.book(*one)
             else:
-                assert sequences.book(*one)
+                assert sequences.book(*one) is not None
                 model.live[key] = [one, hashes, False, 0]
         elif kind == "prefilled":
             assert sequences.prefill_complete(key) == (entry is not None)
@@ -352,3 +354,46 @@ def test_the_order_in_which_news_arrives_does_not_matter(sequences_class: type, 
         loads.append(list(sequences.loads().rows()))
         assert len(sequences) == len(bookings) - len(freed)
     assert loads[0] == loads[1]
+
+
+def ended(sequences: Any, seconds: float, count: int, now: float = 0.0) -> float:
+    """Books and frees so many requests, one after the other, and returns when the last one has ended."""
+    for _ in range(count):
+        sequences.book(*booking("a", [1]), now=now)
+        now += seconds
+        sequences.free(("a", 0, 1), now)
+    return now
+
+
+def test_the_mean_time_in_flight_is_known_after_some_requests(sequences_class: type) -> None:
+    sequences = with_ranks(sequences_class, tombstones=0)
+    now = ended(sequences, 0.5, MEAN_STEP - 1)
+    assert sequences.seconds_in_flight == math.inf
+    ended(sequences, 0.5, 1, now + 1.0)
+    assert sequences.seconds_in_flight == 0.5
+
+
+def test_requests_at_the_same_time_count_each(sequences_class: type) -> None:
+    sequences = with_ranks(sequences_class, ONE, TWO)
+    for number in range(MEAN_STEP):
+        sequences.book(*booking(str(number), [1]), now=1.0)
+    for number in range(MEAN_STEP):
+        sequences.free((str(number), 0, 1), 4.0)
+    assert sequences.seconds_in_flight == 3.0
+
+
+def test_the_mean_time_in_flight_follows_a_change(sequences_class: type) -> None:
+    sequences = with_ranks(sequences_class, tombstones=0)
+    ended(sequences, 1.0, 4 * MEAN_BOOKINGS, ended(sequences, 0.1, 4 * MEAN_BOOKINGS))
+    assert 0.9 < sequences.seconds_in_flight <= 1.0
+
+
+def test_the_most_sequences_are_those_since_the_call_before_the_last(sequences_class: type) -> None:
+    sequences = with_ranks(sequences_class)
+    for name in "abcde":
+        sequences.book(*booking(name, [1]))
+    for name in "abc":
+        sequences.free((name, 0, 1))
+    assert [sequences.most_sequences(ONE) for _ in range(3)] == [5, 5, 2]
+    sequences.remove_rank(ONE)
+    assert sequences.most_sequences(ONE) == 0

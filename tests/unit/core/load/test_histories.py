@@ -96,6 +96,10 @@ class Histories(RuleBasedStateMachine):
         self.ask("sequences", rank)
 
     @rule(rank=RANKS)
+    def most_sequences(self, rank: tuple[int, int]) -> None:
+        self.ask("most_sequences", rank)
+
+    @rule(rank=RANKS)
     def add_rank(self, rank: tuple[int, int]) -> None:
         self.ask("add_rank", rank)
 
@@ -121,6 +125,8 @@ class Histories(RuleBasedStateMachine):
     def equal_loads(self) -> None:
         self.ask("loads")
         self.ask("__len__")
+        native, expected = (one.seconds_in_flight for one in self.both)
+        assert native == expected
 
     def teardown(self) -> None:
         if not hasattr(self, "both"):
@@ -153,7 +159,7 @@ def test_threads_read_what_is_booked() -> None:
     def use(worker: int) -> None:
         for number in range(60):
             key = (f"{worker} {number}", 0, 1)
-            assert sequences.book(key, (worker, 0), prompt, 80_000, number)
+            assert sequences.book(key, (worker, 0), prompt, 80_000, number) is not None
             assert ((worker, 0), 5000, number, 1, 5000) in sequences.loads(prompt, 80_000).rows()
             if number % 10 == 0:
                 sequences.remove_rank((worker, 0))

@@ -88,12 +88,11 @@ async def test_an_overview_of_pages_equals_the_whole(most: int, monkeypatch: pyt
 
 async def test_a_rank_that_is_slower_than_its_component_is_shown_so() -> None:
     parts = Parts(view(worker(1), worker(2), worker(3)))
-    relative = next(iter(parts.pools)).booked_load.latency_calibration.relative
-    for worker_id in (1, 2, 3):
-        mean = relative.of((worker_id, 0), now=0.0).mean
-        assert mean is not None
-        for _ in range(50):
-            relative.observe(mean, 3.0 if worker_id == 3 else 1.0, time.monotonic())
+    calibration = next(iter(parts.pools)).booked_load.latency_calibration
+    speeds = [calibration.speed((worker_id, 0), 0.0) for worker_id in (1, 2, 3)]
+    for _ in range(50):
+        for measured_ms, speed in zip((100.0, 100.0, 300.0), speeds, strict=True):
+            calibration.learn(measured_ms, 100.0, speed, time.monotonic())
     fast, _, slow = ranks(parts)
     assert slow.relative_latency > 1.5 > 1.0 > fast.relative_latency
     parts.registered.register(view(worker(1), worker(2), worker(3, incarnation=2)))

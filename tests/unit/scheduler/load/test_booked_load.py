@@ -11,12 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.core import CachedRank, Rank
 from kvrouter.scheduler.identifiers import Key, key_of
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad, Expected
+from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.prompt import Prompt
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.errors import TooLarge
 from msgspec.structs import replace
 
-from ..harness import BLOCK, prompt
+from ..harness import BLOCK, prompt, view, worker
 
 WHOLE = Stage.STAGE_WHOLE
 
@@ -244,3 +245,16 @@ def test_booked_prompts_fill_the_caches_of_their_ranks() -> None:
     load.set_ranks([CachedRank((1, 0), 2, 8), CachedRank((2, 0), 1, 100)])
     restarted, large = load.reuse_chance()
     assert large > restarted == 0.0, "a restarted rank has an empty cache"
+
+
+def test_a_rank_of_a_restarted_worker_is_as_fast_as_its_component_again() -> None:
+    registered = [worker(1), worker(2), worker(3)]
+    pool = Pool(view(*registered), Accounting(), report_age_seconds=5.0, clock=lambda: 1.0)
+    load = pool.booked_load
+    for _ in range(50):
+        for rank in pool.worker_set.ranks:
+            speed = load.latency_calibration.speed(rank, 0.0)
+            load.latency_calibration.learn(300.0 if rank == (1, 0) else 100.0, 100.0, speed, 0.0)
+    assert load.relative_latency()[0] > 1.5
+    pool.follow(view(worker(1, incarnation=2), *registered[1:]))
+    assert load.relative_latency().tolist() == [1.0] * 3

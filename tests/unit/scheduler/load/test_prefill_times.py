@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from kvrouter.scheduler.load.prefill_times import HALF_LIFE_SECONDS, LEAST_TOKENS, PrefillTimes
+from kvrouter.core.interface.speeds import FACTOR_HALF_LIFE_S
+from kvrouter.scheduler.load.prefill_times import LEAST_TOKENS, PrefillTimes
 from kvrouter.scheduler.request.remote_prefill import modelled_ms
 
 TOKENS = 2_000
@@ -54,11 +55,11 @@ def slow_link() -> PrefillTimes:
 
 @pytest.mark.parametrize(("half_lives", "factor"), [(0, 10.0), (1, 8.7), (4, 3.3), (8, 1.2)])
 def test_a_factor_fades_so_that_what_was_slow_is_tried_again(half_lives: int, factor: float) -> None:
-    assert slow_link().factors(NOW + half_lives * HALF_LIFE_SECONDS).transfer == pytest.approx(factor, rel=0.05)
+    assert slow_link().factors(NOW + half_lives * FACTOR_HALF_LIFE_S).transfer == pytest.approx(factor, rel=0.05)
 
 
 def test_after_a_pause_few_measurements_replace_the_earlier_ones() -> None:
-    times, later = slow_link(), NOW + 6 * HALF_LIFE_SECONDS
+    times, later = slow_link(), NOW + 6 * FACTOR_HALF_LIFE_S
     for _ in range(4):
         times.handed_over(15.0, 15.0, later)
     assert times.factors(later).transfer < 1.3

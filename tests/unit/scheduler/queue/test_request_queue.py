@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from hypothesis import given, strategies as st
-from kvrouter.scheduler.load.latency import LatencyCalibration
+from kvrouter.core import LatencyCalibration
 from kvrouter.scheduler.policies.interface import Choice, Explanation, Wait
 from kvrouter.scheduler.queue.request_queue import (
     INTERVAL_S,
@@ -312,7 +312,7 @@ def test_nobody_waits_for_ever(arrivals: list[tuple[float, float]]) -> None:
 
 def test_the_latency_calibration_follows_the_engines_and_one_outlier_moves_it_little() -> None:
     latency_calibration = LatencyCalibration()
-    speed = latency_calibration.relative.of((1, 0), 0.0)
+    speed = latency_calibration.speed((1, 0), 0.0)
     for _ in range(400):
         latency_calibration.learn(300.0, 100 * latency_calibration.value, speed, 0.3)
     assert 2.9 < latency_calibration.value < 3.1

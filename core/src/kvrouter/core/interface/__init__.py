@@ -22,6 +22,7 @@ from kvrouter.core.interface.forecast import ForecastModel
 from kvrouter.core.interface.load import ActiveSequences, LoadColumns
 from kvrouter.core.interface.names import NotATokenId, Rank, RankInfo, Scope, TokenBuffer
 from kvrouter.core.interface.prefix_index import IndexStats, InvalidDump, MemoryBudget, PredictedIndex, PrefixIndex
+from kvrouter.core.interface.speeds import LatencyCalibration, MeasuredFactor, Speed
 
 __all__ = [
     "MAX_BATCH_BYTES",
@@ -40,7 +41,9 @@ __all__ = [
     "IndexStats",
     "InvalidDump",
     "InvalidEvent",
+    "LatencyCalibration",
     "LoadColumns",
+    "MeasuredFactor",
     "MemoryBudget",
     "NotATokenId",
     "PredictedIndex",
@@ -52,6 +55,7 @@ __all__ = [
     "RefusedBatch",
     "Responses",
     "Scope",
+    "Speed",
     "TokenBuffer",
     "UnknownParent",
     "call_of",

@@ -60,6 +60,10 @@ class LoadColumns(NamedTuple):
         return memoryview(self.packed).cast("q")[number * count : (number + 1) * count]
 
 
+MEAN_BOOKINGS, MEAN_STEP = 64, 8
+"""Bookings over which the mean time in flight is taken, and those after which it is taken again."""
+
+
 class ActiveSequences(Protocol):
     """The load of the requests in flight on the ranks of one component, exact for any order of calls.
 
@@ -71,6 +75,10 @@ class ActiveSequences(Protocol):
     of these ``ceil((prompt + output tokens) / block_size) - prompt_tokens // block_size`` private blocks. If a booking
     has unique blocks, all its blocks are private.
     """
+
+    seconds_in_flight: float
+    """Mean time from booking to end: booked seconds over ended bookings (Little's law), about the last MEAN_BOOKINGS.
+    It changes with every MEAN_STEP-th end, and is infinite before. Bookings freed with their rank do not end."""
 
     def add_rank(self, rank: Rank) -> None:
         """Adds a rank without load. Does nothing if the rank is known."""
@@ -89,7 +97,7 @@ class ActiveSequences(Protocol):
         unique_blocks: bool = False,
         sequences: int = 1,
         now: float = 0.0,
-    ) -> tuple[int, int] | None:
+    ) -> int | None:
         """Adds a booking.
 
         Calls of ``prefill_complete`` and ``output_tokens`` before the booking have no effect on it; ``free`` has.
@@ -106,8 +114,8 @@ class ActiveSequences(Protocol):
             now: Seconds.
 
         Returns:
-            The sequences of the rank, and its prompts to compute, the new ones included. None, and nothing changes, if
-            the key is booked already or was freed.
+            The number of prompts to compute on the rank, the new one included. None, and nothing changes, if the key is
+            booked already or was freed.
 
         Raises:
             KeyError: the rank is unknown.
@@ -121,6 +129,13 @@ class ActiveSequences(Protocol):
 
     def sequences(self, rank: Rank) -> int:
         """Returns the number of booked sequences of a rank; 0 if the rank is unknown."""
+
+    def most_sequences(self, rank: Rank) -> int:
+        """Returns the most booked sequences of a rank since the call before the last.
+
+        A report counts requests as they were some time before it arrives. Only an excess over every number of bookings
+        since the report before the last is certain to be of others.
+        """
 
     def prefill_complete(self, key: tuple[str, int, int], now: float = 0.0) -> bool:
         """Records the end of the prompt's computation. Returns whether the booking is live. ``now``: seconds."""

@@ -16,6 +16,7 @@ from kvrouter.core.reference.observations import Observations
 from kvrouter.core.reference.outputs import read_output, read_tokens
 from kvrouter.core.reference.predicted_index import PredictedIndex
 from kvrouter.core.reference.prefix_index import PrefixIndex
+from kvrouter.core.reference.speeds import LatencyCalibration, MeasuredFactor
 from kvrouter.core.reference.vocabulary import first_token_outside
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "CacheRecency",
     "EventBatch",
     "EventRecorder",
+    "LatencyCalibration",
+    "MeasuredFactor",
     "MemoryBudget",
     "Observations",
     "PredictedIndex",

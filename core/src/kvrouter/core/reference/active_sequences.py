@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from kvrouter.core.interface import LoadColumns, Rank
+from kvrouter.core.interface.load import MEAN_BOOKINGS, MEAN_STEP
 from kvrouter.core.reference.hashing import unpack
 
 _Key = tuple[str, int, int]
@@ -37,6 +38,8 @@ class _Load:
     """Tokens of each prompt to compute, the oldest first."""
     since: float = 0.0
     """When the oldest was booked, or a prompt before or beside it ended."""
+    peaks: tuple[int, int] = 0, 0
+    """Most sequences between the last two calls of ``most_sequences``, and since the last."""
 
     def end_prompt(self, key: _Key, now: float) -> None:
         if self.prompts.pop(key, None) is not None:
@@ -59,6 +62,9 @@ class ActiveSequences:
         self._loads: dict[Rank, _Load] = {}
         self._rank_of: dict[_Key, Rank] = {}
         self._freed: OrderedDict[_Key, None] = OrderedDict()
+        self.seconds_in_flight = math.inf
+        """Mean time from booking to end."""
+        self._booked_seconds, self._ended, self._counted_until, self._until_mean = 0.0, 0.0, 0.0, MEAN_STEP
 
     def add_rank(self, rank: Rank) -> None:
         """Adds a rank without load."""
@@ -69,7 +75,7 @@ class ActiveSequences:
         load = self._loads.get(rank)
         keys = list(load.live) if load else []
         for key in keys:
-            self.free(key)
+            self._end(key, 0.0)
         self._loads.pop(rank, None)
         return keys
 
@@ -84,7 +90,7 @@ class ActiveSequences:
         unique_blocks: bool = False,
         sequences: int = 1,
         now: float = 0.0,
-    ) -> tuple[int, int] | None:
+    ) -> int | None:
         """Adds a booking."""
         places = unpack(sequence_hashes)
         if prompt_tokens < 0 or prefill_tokens < 0:
@@ -105,13 +111,22 @@ class ActiveSequences:
             if not load.prompts:
                 load.since = now
             load.prompts[key] = prefill_tokens
+        self._count_until(now)
         self._rank_of[key] = rank
-        return self.sequences(rank), len(load.prompts)
+        load.peaks = load.peaks[0], max(load.peaks[1], self.sequences(rank))
+        return len(load.prompts)
 
     def sequences(self, rank: Rank) -> int:
         """Returns the number of booked sequences of a rank."""
         load = self._loads.get(rank)
         return 0 if load is None else sum(live.sequences for live in load.live.values())
+
+    def most_sequences(self, rank: Rank) -> int:
+        """Returns the most booked sequences of a rank since the call before the last."""
+        load, sequences = self._loads.get(rank, _Load()), self.sequences(rank)
+        most = max(*load.peaks, sequences)
+        load.peaks = load.peaks[1], sequences
+        return most
 
     def rank(self, key: _Key) -> Rank | None:
         """Returns the rank of a live booking."""
@@ -134,6 +149,18 @@ class ActiveSequences:
 
     def free(self, key: _Key, now: float = 0.0) -> Rank | None:
         """Frees a booking."""
+        if key in self._rank_of:
+            self._count_until(now)
+            self._ended += 1
+            self._until_mean -= 1
+            if not self._until_mean:
+                self._until_mean = MEAN_STEP
+                self.seconds_in_flight = self._booked_seconds / self._ended
+                if self._ended >= MEAN_BOOKINGS:
+                    self._booked_seconds, self._ended = self._booked_seconds / 2, self._ended / 2
+        return self._end(key, now)
+
+    def _end(self, key: _Key, now: float) -> Rank | None:
         self._freed[key] = None
         self._freed.move_to_end(key)
         if len(self._freed) > self._max_tombstones:
@@ -172,6 +199,10 @@ class ActiveSequences:
     def __len__(self) -> int:
         """Returns the number of live bookings."""
         return len(self._rank_of)
+
+    def _count_until(self, now: float) -> None:
+        self._booked_seconds += len(self._rank_of) * (now - self._counted_until)
+        self._counted_until = now
 
     def _live(self, key: _Key) -> _Live | None:
         rank = self._rank_of.get(key)

@@ -107,7 +107,7 @@ class Status:
                 status.endpoint = candidate.endpoint
                 if candidate.total_blocks:
                     status.total_blocks = candidate.total_blocks
-                status.relative_latency = pool.booked_load.latency_calibration.relative.of(rank, now).latency
+                status.relative_latency = pool.booked_load.latency_calibration.speed(rank, now)[0]
                 status.busy = judged.why(thresholds, place)
             ranks.append(status)
         return pb.ComponentStatus(

@@ -8,11 +8,9 @@ from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 import numpy as np
-from kvrouter.core import ActiveSequences, CachedRank, CacheRecency, Rank
+from kvrouter.core import ActiveSequences, CachedRank, CacheRecency, LatencyCalibration, Rank, Speed
 from kvrouter.scheduler.identifiers import Key
-from kvrouter.scheduler.load.latency import LatencyCalibration, RankSpeed
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
-from kvrouter.scheduler.load.slots import BookingPeaks, TimeInFlight
 from kvrouter.scheduler.load.tier_loads import ExpectedLoad, TierLoads
 from kvrouter.scheduler.policies.interface import Amounts
 from kvrouter.scheduler.policies.loads import Loads, RankLoad
@@ -63,7 +61,7 @@ class _Dispatched(msgspec.Struct, frozen=True):
     expected: Expected
     alone_tokens: int
     """Prompt tokens to compute on a rank without another prompt; 0 if it has one."""
-    speed: RankSpeed
+    speed: Speed
     """Speed of the rank as it was known then."""
 
 
@@ -97,8 +95,6 @@ class BookedLoad:
         self.tier_loads = TierLoads()
         self._expected: dict[Key, _Dispatched] = {}
         """What the first tokens will show, by the booking that still waits for one."""
-        self.time_in_flight = TimeInFlight()
-        self._peaks = BookingPeaks()
 
     def __len__(self) -> int:
         """Returns the number of live bookings."""
@@ -107,6 +103,7 @@ class BookedLoad:
     def set_ranks(self, registered: Sequence[CachedRank]) -> None:
         """Replaces the registered ranks, in order of rank."""
         self._recency.set_ranks(registered)
+        self.latency_calibration.set_ranks(registered)
         self._knows_caches = any(cached.total_blocks for cached in registered)
         self._set_chance = np.zeros(len(registered))
         before, self._registered = self._registered, frozenset(cached.rank for cached in registered)
@@ -145,11 +142,17 @@ class BookedLoad:
 
     def relative_latency(self) -> Amounts:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""
-        return self.latency_calibration.relative.column(self.clock())
+        row = self.latency_calibration.relative_latency(self.clock())
+        return np.ndarray((len(self._registered),), np.float64, row)
+
+    @property
+    def seconds_in_flight(self) -> float:
+        """Mean time of a request from dispatch to end; infinite while too few have ended."""
+        return self._sequences.seconds_in_flight
 
     def most_booked(self, rank: Rank) -> int:
         """Returns the most booked sequences of a rank since the report before the last, when another one arrives."""
-        return self._peaks.reported(rank, self._sequences.sequences(rank))
+        return self._sequences.most_sequences(rank)
 
     def load_by_rank(self) -> dict[Rank, RankLoad]:
         """Returns the load of every rank with a registration or bookings, for display."""
@@ -184,7 +187,7 @@ class BookedLoad:
         if not is_registered:
             self._sequences.add_rank(rank)
         try:
-            booked = self._sequences.book(
+            prompts = self._sequences.book(
                 key,
                 rank,
                 prompt.sequence_hashes,
@@ -204,16 +207,13 @@ class BookedLoad:
         finally:
             if not is_registered:
                 self._forget_if_idle(rank)
-        if booked is None:
+        if prompts is None:
             return False
-        sequences, prompts = booked
-        self._peaks.booked(rank, sequences)
         if self._knows_caches:
             self._recency.record(rank, prompt.sequence_hashes, now)
-        self.time_in_flight.began(now)
         if expected is not NOTHING:
             alone_tokens = prefill_tokens if prompts == 1 else 0
-            speed = self.latency_calibration.relative.of(rank, now)
+            speed = self.latency_calibration.speed(rank, now)
             self._expected[key] = _Dispatched(now, expected, alone_tokens, speed)
         return True
 
@@ -267,7 +267,6 @@ class BookedLoad:
         rank = self._sequences.free(key, now)
         if rank is None:
             return False
-        self.time_in_flight.ended(now)
         dispatched = self._expected.pop(key, None)
         if prefilled and dispatched is not None:
             self._learn(dispatched, now)
@@ -279,4 +278,3 @@ class BookedLoad:
         """Drops a rank without a registration unless it has bookings."""
         if not self._sequences.sequences(rank):
             self._sequences.remove_rank(rank)
-            self._peaks.forget(rank)

@@ -73,9 +73,7 @@ class Pool:
             [CachedRank(each.rank, each.incarnation, each.total_blocks) for each in self.candidates]
         )
         self.cache_hits.set_ranks(self.worker_set.ranks)
-        incarnations = [(candidate.rank, candidate.incarnation) for candidate in self.candidates]
-        self.reports.set_ranks(incarnations)
-        self.booked_load.latency_calibration.relative.set_ranks(incarnations)
+        self.reports.set_ranks((candidate.rank, candidate.incarnation) for candidate in self.candidates)
 
     def free_slots(self, requests: Column, now: float) -> Amounts:
         """Returns how many further requests each rank may have, in order of rank; infinite without a known limit.
@@ -100,7 +98,7 @@ class Pool:
         return np.where(np.isfinite(slots), self._slots_and_ahead(), 0.0) - np.where(np.isfinite(slots), slots, 0.0)
 
     def _slots_and_ahead(self) -> Amounts:
-        ranks, seconds = self.worker_set, self.booked_load.time_in_flight.seconds
+        ranks, seconds = self.worker_set, self.booked_load.seconds_in_flight
         if self._capacity is None or self._capacity[0] is not ranks or self._capacity[1] != seconds:
             self._capacity = ranks, seconds, capacity(ranks.slots, seconds)
         return self._capacity[2]

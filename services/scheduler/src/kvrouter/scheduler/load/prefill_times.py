@@ -14,59 +14,18 @@ prompts are computed there, so a factor that says no would have no further measu
 
 from __future__ import annotations
 
-import math
-
-from kvrouter.scheduler.load.latency import limited
+from kvrouter.core import MeasuredFactor
 from kvrouter.scheduler.request.remote_prefill import PrefillFactors, modelled_ms
 
 LEAST_TOKENS = 256
 """Shorter prompts take mostly the fixed part of a step."""
-WINDOW = 50
-"""Measurements in a factor."""
-HALF_LIFE_SECONDS = 120.0
-"""Time without measurements after which the earlier ones count for half."""
-_PRIOR = 3
-"""Measurements for which the model counts."""
-_WIDEST = 16.0
-"""Limit of a single ratio of measured to modelled time, in either direction."""
-
-
-class Factor:
-    """Measured over modelled times, of which the model counts as the first measurements."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._mean = 0.0
-        self._weight = float(_PRIOR)
-        """Measurements in the mean, the model included."""
-        self._last = 0.0
-
-    def value(self, now: float) -> float:
-        """Returns the factor at a time in seconds; 1 before anything is measured."""
-        return math.exp(self._faded(now)[0])
-
-    def observe(self, measured_ms: float, modelled: float, now: float) -> None:
-        """Adds a measurement; both times in ms, ``now`` in seconds."""
-        if measured_ms <= 0 or modelled <= 0:
-            return
-        self.count += 1
-        mean, weight = self._faded(now - measured_ms / 1e3)
-        self._weight = min(weight + 1, WINDOW)
-        self._mean = mean + (math.log(limited(measured_ms / modelled, _WIDEST)) - mean) / self._weight
-        self._last = now
-
-    def _faded(self, now: float) -> tuple[float, float]:
-        """Returns mean and weight at a time: the model replaces faded measurements."""
-        left = self._weight * 0.5 ** (max(0.0, now - self._last) / HALF_LIFE_SECONDS)
-        weight = left + _PRIOR * (1 - left / self._weight)
-        return self._mean * left / weight, weight
 
 
 class PrefillTimes:
     """The factors of one component. Pure: times are passed in."""
 
     def __init__(self) -> None:
-        self._compute, self._transfer = Factor(), Factor()
+        self._compute, self._transfer = MeasuredFactor(), MeasuredFactor()
 
     def factors(self, now: float) -> PrefillFactors:
         """Returns measured times over modelled ones; 1 before anything is measured. ``now``: seconds."""

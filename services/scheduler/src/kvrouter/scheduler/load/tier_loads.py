@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-from kvrouter.core import Rank
-from kvrouter.scheduler.load.prefill_times import LEAST_TOKENS, Factor
+from kvrouter.core import MeasuredFactor, Rank
+from kvrouter.scheduler.load.prefill_times import LEAST_TOKENS
 from kvrouter.scheduler.workers.candidates import LOWER_TIERS
 from numpy.typing import NDArray
 
@@ -45,7 +45,7 @@ class TierLoads:
     """The factors of one component. Pure: times are passed in, in seconds."""
 
     def __init__(self) -> None:
-        self._factors: dict[tuple[Rank, int], Factor] = {}
+        self._factors: dict[tuple[Rank, int], MeasuredFactor] = {}
         self._places: dict[Rank, int] = {}
         self._columns: NDArray[np.float64] = np.ones((len(LOWER_TIERS), 0))
         self._refresh_at = -math.inf
@@ -81,7 +81,7 @@ class TierLoads:
         loaded_ms = max(LEAST_MS, load.share_ms + measured_ms - load.forecast_ms)
         for tier, tokens in enumerate(load.tokens):
             if tokens:
-                factor = self._factors.setdefault((load.rank, tier), Factor())
+                factor = self._factors.setdefault((load.rank, tier), MeasuredFactor())
                 factor.observe(loaded_ms, load.modelled_ms, now)
 
 

@@ -350,7 +350,7 @@ def context_of(
         max_batched_tokens=worker_set.max_batched_tokens,
         reuse_chance=pool.booked_load.reuse_chance(),
         latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
-        relative_latency=pool.booked_load.latency_calibration.relative.column(loads.now),
+        relative_latency=pool.booked_load.relative_latency(),
         expected_output_tokens=expected_output_tokens,
     )
     return every if len(places) == len(worker_set.ranks) else every.at(places)
