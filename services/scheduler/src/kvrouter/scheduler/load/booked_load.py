@@ -88,8 +88,10 @@ class BookedLoad:
         """Whether the size of any rank's cache is known. Otherwise chances of reuse are those that are set."""
         self._set_chance: Amounts = np.zeros(0)
         self._registered: frozenset[Rank] = frozenset()
-        self._places: tuple[tuple[Rank, ...], NDArray[np.intp] | None] | None = None
-        """The ranks known to the core, and the indexes of the registered ones; None if they all are."""
+        self._known: tuple[Rank, ...] = ()
+        """The ranks known to the core: it also knows those that have nothing but bookings."""
+        self._places: NDArray[np.intp] | None = None
+        """The indexes of the registered ones; None if they all are."""
         self.latency_calibration = LatencyCalibration()
         self.prefill_times = PrefillTimes()
         self.tier_loads = TierLoads()
@@ -112,7 +114,7 @@ class BookedLoad:
         for rank in before - self._registered:
             self._forget_if_idle(rank)
         self.tier_loads.set_ranks(cached.rank for cached in registered)
-        self._places = None
+        self._locate(())
 
     def loads(self, prompt: Prompt | None = None, stage: Stage = Stage.STAGE_WHOLE) -> Loads:
         """Returns the load of the registered ranks, in order of rank; given a prompt, with its blocks added."""
@@ -124,8 +126,10 @@ class BookedLoad:
                 added = -(-prompt.tokens // self.block_size)
         known, packed = self._sequences.loads(hashes, tokens)
         loads = Loads(packed, self.clock())
-        if (places := self._places_in(known)) is not None:
-            loads = loads.at(places)
+        if known is not self._known:
+            self._locate(known)
+        if self._places is not None:
+            loads = loads.at(self._places)
         if added:
             loads = Loads((loads.active_blocks + added).tobytes() + loads.rows[1:].tobytes(), loads.now)
         return loads
@@ -160,15 +164,11 @@ class BookedLoad:
         rows = Loads(packed, self.clock()).rows[:-1].T.tolist()
         return {rank: RankLoad(*row) for rank, row in zip(known, rows, strict=True)}
 
-    def _places_in(self, known: tuple[Rank, ...]) -> NDArray[np.intp] | None:
-        """Returns the indexes of the registered ranks among those known to the core; None if they all are.
-
-        The core also knows ranks that have nothing but bookings.
-        """
-        if self._places is None or self._places[0] is not known:
-            registered = [place for place, rank in enumerate(known) if rank in self._registered]
-            self._places = (known, None if len(registered) == len(known) else np.array(registered, np.intp))
-        return self._places[1]
+    def _locate(self, known: tuple[Rank, ...]) -> None:
+        """Finds the registered ranks among those known to the core."""
+        registered = [place for place, rank in enumerate(known) if rank in self._registered]
+        self._known = known
+        self._places = None if len(registered) == len(known) else np.array(registered, np.intp)
 
     def book(self, key: Key, rank: Rank, prompt: Prompt, prefill_tokens: int, *, expected: Expected = NOTHING) -> bool:
         """Books a request. Returns False, and changes nothing, if the key is booked.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -52,8 +53,6 @@ class Pool:
         self.headroom = Headroom()
         self.previous: dict[str, Rank] = {}
         """Last choice of each policy, by the policy's name."""
-        self._capacity: tuple[WorkerSet, float, Amounts] | None = None
-        """Capacity of each rank in requests, after the ranks and the mean time in flight of its computation."""
         self.follow(view)
 
     def follow(self, view: ComponentView) -> None:
@@ -67,6 +66,9 @@ class Pool:
         """Role of its workers."""
         self.worker_set = WorkerSet(candidates_of(view.workers.values()))
         """Every registered rank."""
+        self._capacity: Amounts = self.worker_set.slots
+        """Capacity of each rank in requests, at a mean time in flight."""
+        self._capacity_at = math.inf
         self.candidates = self.worker_set.candidates
         """The same, in order of rank."""
         self.booked_load.set_ranks(
@@ -98,10 +100,10 @@ class Pool:
         return np.where(np.isfinite(slots), self._slots_and_ahead(), 0.0) - np.where(np.isfinite(slots), slots, 0.0)
 
     def _slots_and_ahead(self) -> Amounts:
-        ranks, seconds = self.worker_set, self.booked_load.seconds_in_flight
-        if self._capacity is None or self._capacity[0] is not ranks or self._capacity[1] != seconds:
-            self._capacity = ranks, seconds, capacity(ranks.slots, seconds)
-        return self._capacity[2]
+        seconds = self.booked_load.seconds_in_flight
+        if self._capacity_at != seconds:
+            self._capacity_at, self._capacity = seconds, capacity(self.worker_set.slots, seconds)
+        return self._capacity
 
     def open_ranks(self, now: float) -> Collection[Rank] | None:
         """Returns the accepting ranks with a free slot; None if one has no known limit, or none accepts.
