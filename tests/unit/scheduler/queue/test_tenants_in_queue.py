@@ -59,7 +59,7 @@ def test_a_tenant_that_uses_less_is_next_until_both_use_as_much() -> None:
     add(queue, FLOOD, range(100))
     running = [request for request, _ in itertools.islice(queue.release(1.0, lambda _: Choice(0, WHY)), 20)]
     for request in running[:10]:
-        queue.ended(request)
+        queue.ended(request, 1.0)
     add(queue, QUIET, range(100), 1.0)
     order = [released(queue, 2.0 + step * 2 * INTERVAL_S, 1)[0] for step in range(30)]
     assert order[:10] == ["quiet"] * 10
@@ -71,7 +71,7 @@ def test_what_was_used_before_counts_no_more() -> None:
     add(queue, QUIET, range(50))
     assert len(released(queue, 1.0, 50)) == 50
     for number in range(50):
-        queue.ended(("quiet", number))
+        queue.ended(("quiet", number), 1.0)
     add(queue, QUIET, range(100, 150), 2.0)
     add(queue, FLOOD, range(50), 2.0)
     assert Counter(released(queue, 3.0, 20)) == {"flood": 10, "quiet": 10}
@@ -80,7 +80,7 @@ def test_what_was_used_before_counts_no_more() -> None:
 def test_requests_that_did_not_wait_count_for_their_tenant() -> None:
     queue = Queue()
     for number in range(10):
-        queue.dispatched(("flood", number), FLOOD, 1000)
+        queue.dispatched(("flood", number), FLOOD, 1000, 0.0)
     add(queue, FLOOD, range(10, 50))
     add(queue, QUIET, range(50), 1.0)
     assert released(queue, 2.0, 10) == ["quiet"] * 10
@@ -179,14 +179,14 @@ def test_a_session_that_comes_later_does_not_wait_for_the_many_requests_of_anoth
 def test_requests_on_ranks_count_for_their_session_until_they_end() -> None:
     queue = Queue()
     for number in range(3):
-        queue.dispatched(("many", number), QUIET, 1000, b"many")
+        queue.dispatched(("many", number), QUIET, 1000, 0.0, conversation=b"many")
     join(queue, "many", range(3, 4), 0.0)
     join(queue, "one", range(1), 0.1)
     assert released(queue, 0.2, 1) == ["one"]
     for number in range(4):
-        queue.ended(("many", number))
+        queue.ended(("many", number), 1.0)
     queue.remove(("many", 3))
-    queue.ended(("one", 0))
+    queue.ended(("one", 0), 1.0)
     join(queue, "many", range(5, 6), 1.0)
     join(queue, "one", range(1, 2), 1.1)
     assert released(queue, 1.2, 1) == ["many"], "nothing is kept of what has ended"

@@ -205,14 +205,14 @@ class Router:
     def progress(self, number: int, generated: int, *, finished: bool) -> None:
         """Notes the output of a request so far."""
         if finished:
-            self._queued.ended(number)
+            self._queued.ended(number, self.pool.booked_load.clock())
         elif generated == 1:
             self._queued.started(number)
         self._take(Announcement(self._key(number), generated, freed=finished))
 
     def lost(self, number: int) -> None:
         """Frees the booking of a request whose engine has restarted. The request may be routed again."""
-        self._queued.ended(number)
+        self._queued.ended(number, self.pool.booked_load.clock())
         self._take(Announcement(self._key(number), 0, freed=True))
         self._attempts[number] = self._attempts.get(number, 0) + 1
 

@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
-from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.policies.forecast.policy import step_ms
 from kvrouter.scheduler.policies.interface import Amounts, Column, Mask
 from kvrouter.scheduler.request.options import Tenant
@@ -69,7 +69,6 @@ class _Recent:
     changed: float
     window_from: float
     requests: int = 0
-    tokens: int = 0
     prompt_tokens: float = 0.0
     """Mean length of its prompts."""
     mean: float = 0.0
@@ -93,8 +92,10 @@ class Headroom:
         """Starts empty."""
         self._recent: OrderedDict[str, _Recent] = OrderedDict()
         """By name; the last one began a request most recently."""
-        self._running: dict[Key, tuple[str, int]] = {}
+        self._running: dict[Hashable, tuple[str, int]] = {}
         """Tenant and tokens of each request in flight."""
+        self._used: dict[str, int] = {}
+        """Tokens of each tenant's requests in flight."""
         self._weights = 0.0
         """Sum over all tenants."""
         self._forgot = -math.inf
@@ -106,37 +107,45 @@ class Headroom:
         """Returns the number of remembered tenants."""
         return len(self._recent)
 
-    def began(self, key: Key, tenant: Tenant, tokens: int, prompt_tokens: int, now: float) -> None:
+    def used(self, tenant: str) -> int:
+        """Returns the tokens of KV cache of a tenant's requests in flight."""
+        return self._used.get(tenant, 0)
+
+    def began(self, request: Hashable, tenant: Tenant, tokens: int, prompt_tokens: int, now: float) -> None:
         """Records a dispatch, which counts ``tokens`` of KV cache as in ``Choice.use_tokens``."""
-        if key in self._running:
+        if request in self._running:
             return
         self._kept.clear()
-        tokens = max(1, tokens)
-        self._running[key] = tenant.name, tokens
-        recent = self._recent.get(tenant.name)
+        name = tenant.name
+        self._running[request] = name, tokens
+        self._used[name] = self._used.get(name, 0) + tokens
+        recent = self._recent.get(name)
         if recent is None:
-            recent = self._recent[tenant.name] = _Recent(0.0, now, now, now, prompt_tokens=prompt_tokens)
+            recent = self._recent[name] = _Recent(0.0, now, now, now, prompt_tokens=prompt_tokens)
             if len(self._recent) > MAX_TENANTS:
                 self._weights -= self._recent.popitem(last=False)[1].weight
         recent.follow(now)
         self._weights += tenant.weight - recent.weight
         recent.weight, recent.seen = tenant.weight, now
         recent.requests += 1
-        recent.tokens += tokens
         recent.prompt_tokens += (prompt_tokens - recent.prompt_tokens) / PROMPTS
         if recent.requests > recent.peaks[1]:
             recent.peaks = recent.peaks[0], recent.requests
-        self._recent.move_to_end(tenant.name)
+        self._recent.move_to_end(name)
 
-    def ended(self, key: Key, now: float) -> None:
+    def ended(self, request: Hashable, now: float) -> None:
         """Records the end of a request."""
+        if (running := self._running.pop(request, None)) is None:
+            return
         self._kept.clear()
-        tenant, tokens = self._running.pop(key, ("", 0))
-        if tokens and (recent := self._recent.get(tenant)) is not None:
+        tenant, tokens = running
+        self._used[tenant] -= tokens
+        if not self._used[tenant]:
+            del self._used[tenant]
+        if (recent := self._recent.get(tenant)) is not None:
             recent.follow(now)
             recent.seen = now
             recent.requests = max(0, recent.requests - 1)  # the tenant may have been forgotten in between
-            recent.tokens = max(0, recent.tokens - tokens)
 
     def uses_more(self, tenant: str, now: float) -> bool:
         """Returns whether any other tenant uses less KV cache than this one, by weight."""
@@ -146,8 +155,8 @@ class Headroom:
         own = self._recent.get(tenant)
         if own is None:
             return False
-        use = own.tokens / own.weight
-        return any(each.tokens < use * each.weight for each in self._recent.values())
+        use = self.used(tenant) / own.weight
+        return any(self.used(name) < use * each.weight for name, each in self._recent.items())
 
     def has_share(self, tenant: str, tokens: float, slots: float) -> bool:
         """Returns whether a tenant uses as large a part of the ranks as its weight is of all weights.
@@ -159,7 +168,7 @@ class Headroom:
         """
         own = self._recent[tenant]
         share = own.weight / self._weights
-        return own.tokens >= tokens * share or own.requests >= slots * share
+        return self.used(tenant) >= tokens * share or own.requests >= slots * share
 
     def typical_tokens(self, tenant: str) -> float:
         """Returns the mean prompt tokens of the other tenants' requests; 1 if there are none."""

@@ -55,11 +55,10 @@ class _Share(Generic[T]):
 class FairOrder(Generic[T]):
     """The order. Times are parameters."""
 
-    def __init__(self) -> None:
-        """Starts empty."""
+    def __init__(self, used: Callable[[str], int]) -> None:
+        """Starts empty. ``used`` returns the tokens of a tenant's requests on ranks."""
+        self._used = used
         self._shares: dict[str, _Share[T]] = {}
-        self._used: dict[str, int] = {}
-        """Tokens of each tenant's requests on ranks."""
         self._forced = 0
 
     def add(self, tenant: Tenant, entry: Entry[T], since: float) -> None:
@@ -85,12 +84,6 @@ class FairOrder(Generic[T]):
         share = self._shares[tenant.name]
         del share.order[bisect_left(share.order, _key(before), key=_key)]
         insort(share.order, after, key=_key)
-
-    def use(self, name: str, tokens: int) -> None:
-        """Records a tenant's dispatch, or the end of a request if ``tokens`` is negative."""
-        used = self._used.pop(name, 0) + tokens
-        if used > 0:
-            self._used[name] = used
 
     def oldest(self) -> tuple[float, T] | None:
         """Returns the longest-waiting request and since when; None if none waits."""
@@ -135,9 +128,7 @@ class FairOrder(Generic[T]):
             return
         for order in orders:
             order.reverse()  # the first one is removed in least time at the end
-        heap = [
-            (order[-1].place[0], self._used.get(names[n], 0) / shares[n].weight, n) for n, order in enumerate(orders)
-        ]
+        heap = [(order[-1].place[0], self._used(names[n]) / shares[n].weight, n) for n, order in enumerate(orders)]
         heapify(heap)
         while heap:
             _, used, n = heap[0]

@@ -121,9 +121,14 @@ class QueuedRequests:
         if key is None or not isinstance(verdict, Wait) or not self.max_queued_requests:
             response = self.router.settle(request, overlaps, decision)
             if key is not None and verdict is not None and self.max_queued_requests:
-                queue = self._component(request.pool).queue
-                queue.dispatched(key, request.tenant, verdict.use_tokens, request.conversation)
-                self._began(request, key, verdict)
+                self._component(request.pool).queue.dispatched(
+                    key,
+                    request.tenant,
+                    verdict.use_tokens,
+                    self.clock(),
+                    conversation=request.conversation,
+                    prompt_tokens=request.prompt.tokens,
+                )
             return response
         self.router.decisions.add(decision.queued())
         try:
@@ -170,6 +175,7 @@ class QueuedRequests:
             priority=request.priority,
             tenant=request.tenant,
             conversation=request.conversation,
+            prompt_tokens=request.prompt.tokens,
         ):
             self._count(component, "full")
             most = self.max_queued_requests
@@ -229,7 +235,7 @@ class QueuedRequests:
         component = self._components.get(pool.name)
         if component is None:
             component = self._components[pool.name] = _Component(RequestQueue(self.max_queued_requests), pool)
-        component.pool = pool
+        component.pool, component.queue.headroom = pool, pool.headroom
         return component
 
     def follow(self, booking_table: BookingTable) -> None:
@@ -243,10 +249,8 @@ class QueuedRequests:
         booking = change.booking
         if booking is None or (isinstance(change, OwnerRemoved) and booking.owners):
             return
-        pool = booking.pool
-        if (component := self._components.get(pool.name)) is not None:
-            component.queue.ended(booking.key)
-            pool.headroom.ended(booking.key, self.clock())
+        if (component := self._components.get(booking.pool.name)) is not None:
+            component.queue.ended(booking.key, self.clock())
         if self._waiting:
             self._wake.set()
 
@@ -342,17 +346,12 @@ class QueuedRequests:
             try:
                 queued = replace(decision, queued_seconds=now - waiting.queued_from)
                 response = self.router.settle(waiting.request, waiting.overlaps, queued)
-                self._began(waiting.request, key, verdict)
             except Exception as error:
-                component.queue.ended(key)
+                component.queue.ended(key, now)
                 self._end(component, key, "refused", error)
             else:
                 self._end(component, key, "patience" if isinstance(verdict, Wait) else "room", response)
             self.metrics.queued_seconds.observe(now - waiting.queued_from)
-
-    def _began(self, request: RequestContext, key: Key, verdict: Choice | Wait) -> None:
-        use_tokens, prompt_tokens = verdict.use_tokens, request.prompt.tokens
-        request.pool.headroom.began(key, request.tenant, use_tokens, prompt_tokens, self.clock())
 
     def _end(self, component: _Component, key: Key, outcome: str, answer: SelectWorkerResponse | Exception) -> None:
         self._count(component, outcome)

@@ -8,9 +8,9 @@ request with room passes one without, and its rank is chosen when it leaves.
         ...refuse it
     for request, decided in queue.release(now, decide, open_ranks):
         ...book and dispatch it, before the next is decided
-    queue.dispatched(request, tenant, tokens)         # another one went to a rank without waiting
+    queue.dispatched(request, tenant, tokens, now)    # another one went to a rank without waiting
     queue.started(request)                            # it has its first token
-    queue.ended(request)                              # it has ended
+    queue.ended(request, now)                         # it has ended
     queue.remove(request)                             # its caller has gone
 
 Order: the smallest priority, then the fewest tokens of KV cache to add; waiting time counts at AGING.
@@ -46,6 +46,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from kvrouter.core import Rank
 from kvrouter.runtime.bounds import FairBound
+from kvrouter.scheduler.load.headroom import Headroom
 from kvrouter.scheduler.policies.interface import Choice, Wait
 from kvrouter.scheduler.queue.fair_order import Entry, FairOrder, Place
 from kvrouter.scheduler.request.options import Tenant
@@ -101,6 +102,7 @@ class _Queued(Generic[T]):
     """Tokens of the conversation's other requests when it arrived."""
     tokens: int
     """Its own tokens then."""
+    prompt_tokens: int
 
     @property
     def must_go(self) -> float:
@@ -128,8 +130,10 @@ class RequestQueue(Generic[T]):
 
     def __init__(self, max_queued_requests: int = MAX_QUEUED_REQUESTS) -> None:
         self.max_queued_requests = max_queued_requests
+        self.headroom = Headroom()
+        """The dispatched requests; another one for other ranks."""
         self._queued: dict[T, _Queued[T]] = {}
-        self._order: FairOrder[T] = FairOrder()
+        self._order: FairOrder[T] = FairOrder(lambda tenant: self.headroom.used(tenant))
         self._now = 0.0
         self._room = FairBound(max_queued_requests, lambda: self._now)
         self._numbers = itertools.count()
@@ -140,7 +144,7 @@ class RequestQueue(Generic[T]):
         self._lacks_slots = False
         self._open: Collection[Rank] | None = None
         self._running: dict[T, tuple[Conversation, int]] = {}
-        """Conversation and tokens of each dispatched request until its end."""
+        """Conversation and tokens of each dispatched request with a conversation, until its end."""
         self._room_tokens: defaultdict[Rank, dict[T, int]] = defaultdict(dict)
         """KV cache in tokens that each request waiting for KV blocks will add, by its cheapest rank."""
         self._tokens: Counter[Conversation] = Counter()
@@ -185,6 +189,7 @@ class RequestQueue(Generic[T]):
         priority: int = 0,
         tenant: Tenant = _NOBODY,
         conversation: bytes = b"",
+        prompt_tokens: int = 0,
     ) -> bool:
         """Adds a request waiting since ``since``.
 
@@ -200,7 +205,7 @@ class RequestQueue(Generic[T]):
         others = self._tokens[key]
         self._use(key, tokens)
         number = next(self._numbers)
-        queued = _Queued(request, tenant, number, since, deadline, priority, wait, key, others, tokens)
+        queued = _Queued(request, tenant, number, since, deadline, priority, wait, key, others, tokens, prompt_tokens)
         self._queued[request] = queued
         self._note_room(queued)
         self._soonest = min(self._soonest, queued.must_go)
@@ -217,12 +222,22 @@ class RequestQueue(Generic[T]):
         self.started(request)
         return self._drop(request)
 
-    def dispatched(self, request: T, tenant: Tenant, tokens: int, conversation: bytes = b"") -> None:
+    def dispatched(
+        self,
+        request: T,
+        tenant: Tenant,
+        tokens: int,
+        now: float,
+        *,
+        conversation: bytes = b"",
+        prompt_tokens: int = 0,
+    ) -> None:
         """Records a dispatch, which uses ``tokens`` of KV cache or as much as its slot counts."""
-        if request not in self._running:
-            key, tokens = (tenant.name, conversation), max(1, tokens)
+        tokens = max(1, tokens)
+        self.headroom.began(request, tenant, tokens, prompt_tokens, now)
+        if conversation and request not in self._running:
+            key = tenant.name, conversation
             self._running[request] = key, tokens
-            self._order.use(tenant.name, tokens)
             self._use(key, tokens)
 
     def started(self, request: T) -> None:
@@ -230,13 +245,13 @@ class RequestQueue(Generic[T]):
         if self._forced is not None and self._forced[0] == request:
             self._forced = None
 
-    def ended(self, request: T) -> None:
+    def ended(self, request: T, now: float) -> None:
         """Records the end of a dispatched request."""
         if self._forced is not None:
             self.started(request)
-        if (running := self._running.pop(request, None)) is not None:
+        self.headroom.ended(request, now)
+        if self._running and (running := self._running.pop(request, None)) is not None:
             key, tokens = running
-            self._order.use(key[0], -tokens)
             self._use(key, -tokens)
 
     def is_late(self, request: T, now: float) -> bool:
@@ -316,7 +331,15 @@ class RequestQueue(Generic[T]):
                 self._order.force(queued.tenant)
             self._drop(request)
             use_tokens = decided.use_tokens or queued.entry.tokens
-            self.dispatched(request, queued.tenant, use_tokens, queued.conversation[1])
+            _, conversation = queued.conversation
+            self.dispatched(
+                request,
+                queued.tenant,
+                use_tokens,
+                now,
+                conversation=conversation,
+                prompt_tokens=queued.prompt_tokens,
+            )
             self._count(now)
             yield request, decided
             if self._has_no_slot(open_ranks):
