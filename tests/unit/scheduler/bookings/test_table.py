@@ -30,6 +30,7 @@ def test_listeners_receive_the_changes_of_their_kind_in_order() -> None:
     table.subscribe(Freed, lambda change: received.append(("second", change)))
 
     assert table.book(booking, table.here)
+    table.add_owner(booking, (1, "other"), booking.placement)
     table.generated(booking, 5)
     table.free(booking.key)
 

@@ -81,9 +81,10 @@ class Booking(msgspec.Struct, eq=False):
 
 
 class Booked(msgspec.Struct, frozen=True):
-    """A booking is new in the table. Its first owner follows as ``OwnerAdded``."""
+    """A booking is new in the table, with its first owner."""
 
     booking: Booking
+    owner: SchedulerIncarnation
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -93,7 +94,7 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class OwnerAdded(msgspec.Struct, frozen=True):
-    """A Scheduler now owns a booking, or owns it through another session or lease."""
+    """Another Scheduler owns a booking, or the same one through another session or lease."""
 
     booking: Booking
     owner: SchedulerIncarnation

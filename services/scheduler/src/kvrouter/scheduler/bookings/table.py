@@ -140,8 +140,7 @@ class BookingTable:
             self._restore(booking, earlier)
         booking.owners[owner] = placement
         self._index(booking)
-        self._publish(Booked(booking))
-        self._publish(OwnerAdded(booking, owner))
+        self._publish(Booked(booking, owner))
         return True
 
     def add_owner(self, booking: Booking, owner: SchedulerIncarnation, placement: Placement) -> None:

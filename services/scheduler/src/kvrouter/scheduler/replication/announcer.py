@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 from kvrouter.scheduler.bookings.booking import (
+    Booked,
     Booking,
     BookingChange,
     Freed,
@@ -146,7 +147,7 @@ class Announcer:
         owner's booking announces each of them, because the announcements renew the lease there.
         """
         match change:
-            case OwnerAdded(booking, owner) if owner == self.booking_table.here:
+            case Booked(booking, owner) | OwnerAdded(booking, owner) if owner == self.booking_table.here:
                 self._announce_booking(booking)
             case OwnerRemoved(booking, owner) if owner == self.booking_table.here:
                 self.announced.drop(booking.key)

@@ -19,6 +19,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import structlog
 from kvrouter.scheduler.bookings.booking import (
+    Booked,
     Freed,
     OutputGenerated,
     OwnerAdded,
@@ -308,6 +309,7 @@ class ReplicaSync:
     def follow(self) -> None:
         """Subscribes to changes of the booking table, to announce them to the replicas of their component."""
         subscribe = self.booking_table.subscribe
+        subscribe(Booked, self._changed)
         subscribe(OwnerAdded, self._changed)
         subscribe(OwnerRemoved, self._changed)
         subscribe(PrefillCompleted, self._changed)
@@ -315,7 +317,7 @@ class ReplicaSync:
         subscribe(Freed, self._freed)
         subscribe(SessionEnded, self._session_ended)
 
-    def _changed(self, change: OwnerAdded | OwnerRemoved | PrefillCompleted | OutputGenerated) -> None:
+    def _changed(self, change: Booked | OwnerAdded | OwnerRemoved | PrefillCompleted | OutputGenerated) -> None:
         self.of(change.booking.component).announcer.announce(change)
 
     def _freed(self, change: Freed) -> None:
