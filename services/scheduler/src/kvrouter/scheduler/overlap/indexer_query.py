@@ -45,10 +45,11 @@ def decode_varints(encoded: bytes) -> Column:
     Raises:
         ValueError: the last number is incomplete, or a number has more than nine bytes.
     """
-    are_few, data = len(encoded) < _FEW_BYTES, np.frombuffer(encoded, np.uint8)
-    if encoded.isascii():  # no number has a second byte
-        return np.fromiter(encoded, np.int64, len(encoded)) if are_few else data.astype(np.int64)
-    return _one_by_one(encoded) if are_few else _all_at_once(data)
+    is_short = encoded.isascii()  # no number has a second byte
+    if len(encoded) < _FEW_BYTES:
+        return np.fromiter(encoded, np.int64, len(encoded)) if is_short else _one_by_one(encoded)
+    data = np.frombuffer(encoded, np.uint8)
+    return data.astype(np.int64) if is_short else _all_at_once(data)
 
 
 def _one_by_one(encoded: bytes) -> Column:
