@@ -1,4 +1,4 @@
-//! A table of records by id. Growth moves no record, and empty stretches are dropped.
+//! A table of records by id. Growth moves no record, and empty stretches are dropped, but for the last one.
 
 const STRETCH: u32 = 512;
 
@@ -74,7 +74,7 @@ impl<T: Default> Table<T> {
         let Some(stretch) = self.stretches.get_mut((id / STRETCH) as usize) else { return T::default() };
         let record = stretch.records.get_mut((id % STRETCH) as usize).map(std::mem::take).unwrap_or_default();
         stretch.live = stretch.live.saturating_sub(1);
-        if stretch.live == 0 {
+        if stretch.live == 0 && self.room > STRETCH as usize {
             stretch.records = Vec::new();
             self.room -= STRETCH as usize;
         }
@@ -125,6 +125,7 @@ mod tests {
         }
         assert_eq!(table.len(), 0);
         assert!(table.bytes() < full);
+        assert_eq!(table.room, STRETCH as usize);
         assert!(table.add(Vec::new(), 1).is_some());
         assert!(Table::<u8>::new().add(1, 1).is_none());
     }
