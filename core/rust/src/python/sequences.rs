@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyKeyError, PyMemoryError, PyOverflowError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyTuple, PyType};
@@ -205,21 +206,21 @@ impl ActiveSequences {
             let tail = u64::from(!prompt_tokens.is_multiple_of(sequences.block_size()));
             sequences.loads(&hashes, tail)
         });
-        load_columns(py)?.call1((
-            self.ranks(py, &columns.ranks)?,
-            packed(
-                py,
-                [
-                    &columns.active_blocks,
-                    &columns.prefill_tokens,
-                    &columns.requests,
-                    &columns.leading_active_blocks,
-                    &columns.head_prefill_tokens,
-                    &columns.prefill_requests,
-                    &columns.head_prefill_since,
-                ],
-            )?,
-        ))
+        let ranks = self.ranks(py, &columns.ranks)?;
+        let packed = packed(
+            py,
+            [
+                &columns.active_blocks,
+                &columns.prefill_tokens,
+                &columns.requests,
+                &columns.leading_active_blocks,
+                &columns.head_prefill_tokens,
+                &columns.prefill_requests,
+                &columns.head_prefill_since,
+            ],
+        )?;
+        // The class has a `__new__` in Python, which takes as long as the rest.
+        py.get_type::<PyTuple>().call_method1(intern!(py, "__new__"), (load_columns(py)?, (ranks, packed)))
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {

@@ -87,6 +87,9 @@ class BookedLoad:
         self._knows_caches = False
         """Whether the size of any rank's cache is known. Otherwise chances of reuse are those that are set."""
         self._set_chance: Amounts = np.zeros(0)
+        self._chance: tuple[bytes, Amounts] = b"", np.zeros(0)
+        self._latency: tuple[bytes, Amounts] = b"", np.zeros(0)
+        """The last rows of the core with their arrays: it returns the same row until that changes."""
         self._registered: frozenset[Rank] = frozenset()
         self._known: tuple[Rank, ...] = ()
         """The ranks known to the core: it also knows those that have nothing but bookings."""
@@ -138,7 +141,10 @@ class BookedLoad:
         """Returns the mean chance over each registered rank's KV cache that a block is used again, in order of rank."""
         if not self._knows_caches:
             return self._set_chance
-        return np.ndarray((len(self._registered),), np.float64, self._recency.reuse_chance(self.clock()))
+        row = self._recency.reuse_chance(self.clock())
+        if row is not self._chance[0]:
+            self._chance = row, np.frombuffer(row)
+        return self._chance[1]
 
     def set_reuse_chance(self, chance: Amounts) -> None:
         """Sets the chance of each registered rank, which counts if the size of no rank's cache is known."""
@@ -147,7 +153,9 @@ class BookedLoad:
     def relative_latency(self) -> Amounts:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""
         row = self.latency_calibration.relative_latency(self.clock())
-        return np.ndarray((len(self._registered),), np.float64, row)
+        if row is not self._latency[0]:
+            self._latency = row, np.frombuffer(row)
+        return self._latency[1]
 
     @property
     def seconds_in_flight(self) -> float:
