@@ -1,7 +1,7 @@
 """What first tokens teach of the speed of ranks, and measurements of the speed of anything.
 
 Each suitable first token of a rank gives x = log(measured / forecast), the forecast without the rank's own factor.
-From these:
+From these::
 
     n         = weight of a rank's first tokens, at most WINDOW; halved by each HALF_LIFE_S
     m         = mean of x on a rank, of which a new one corrects 1 / n
@@ -14,7 +14,7 @@ A deviation explained by chance or traffic is thus none: ranks of equal speed ha
 few first tokens. A large one counts almost whole (the positive-part estimator of James and Stein). A rank without
 requests returns to 1 by its half-life and is measured again: no rank is avoided for ever.
 
-Beside it, the time model of mode ``forecast`` is calibrated against the engines of the whole component:
+Beside it, the time model of mode ``forecast`` is calibrated against the engines of the whole component::
 
     value *= clamp(measured / (forecast * relative latency), 1/4, 4) ^ STEP         at each suitable first token
 
@@ -108,7 +108,7 @@ WIDEST_FACTOR = 16.0
 class MeasuredFactor(Protocol):
     """Measured over modelled times, of which the model counts as the first PRIOR measurements.
 
-    factor = exp(mean of log(measured / modelled)), the mean of about the last WINDOW measurements
+    The factor is ``exp(mean of log(measured / modelled))``, with the mean of about the last WINDOW measurements.
     """
 
     count: int
