@@ -59,5 +59,6 @@ def context(count: int, **columns: Any) -> SchedulingContext:
     given["count_prefill_tokens"] = lambda: new
     counts = [np.asarray(given.pop(name), np.int64) for name in _COUNTS]
     since = np.asarray(given.pop("head_prefill_since"), np.float64)
+    given["request_limits"] = given.pop("free_slots") + counts[_COUNTS.index("active_requests")]
     loads = Loads(b"".join(column.tobytes() for column in (*counts, since)), given.pop("now"))
     return SchedulingContext(**(given | {"ranks": tuple((known | columns)["ranks"]), "loads": loads}))

@@ -220,11 +220,11 @@ pub fn prompt_blocks(request: &Request, leading: impl ExactSizeIterator<Item = (
 
 /// Returns the number of candidates with a free slot, and the places of the lowest cost among these, or among all if
 /// there are none.
-pub fn cheapest(costs: &[f64], free_slots: &[f64]) -> (usize, Vec<usize>) {
-    let open = free_slots.iter().filter(|slots| **slots >= 1.0).count();
-    let allowed = || costs.iter().zip(free_slots).enumerate().filter(|(_, (_, slots))| open == 0 || **slots >= 1.0);
-    let lowest = allowed().map(|(_, (cost, _))| *cost).min_by(f64::total_cmp).unwrap_or_default();
-    let places = allowed().filter(|(_, (cost, _))| cost.total_cmp(&lowest).is_eq()).map(|(place, _)| place);
+pub fn cheapest(costs: &[f64], is_open: impl Fn(usize) -> bool) -> (usize, Vec<usize>) {
+    let open = (0..costs.len()).filter(|place| is_open(*place)).count();
+    let allowed = || costs.iter().enumerate().filter(|(place, _)| open == 0 || is_open(*place));
+    let lowest = allowed().map(|(_, cost)| *cost).min_by(f64::total_cmp).unwrap_or_default();
+    let places = allowed().filter(|(_, cost)| cost.total_cmp(&lowest).is_eq()).map(|(place, _)| place);
     (open, places.collect())
 }
 

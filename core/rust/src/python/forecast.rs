@@ -7,13 +7,16 @@ use pyo3::types::PyBytes;
 
 use crate::load::forecast::{Candidate, Fleet, Model, Request, cheapest, prompt_blocks};
 
+/// `kvrouter.core.interface.ForecastChoice`.
+type Choice<'py> = (usize, usize, i64, f64, f64, bool, bool, i64, bool, Bound<'py, PyBytes>);
+
 /// Implements `kvrouter.core.interface.ForecastModel`.
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct ForecastModel(Model);
 
-/// Rows that `weigh` returns.
+/// Rows that `choose` returns.
 const ROWS: usize = 12;
-/// Columns of whole numbers that `weigh` takes, in order.
+/// Columns of whole numbers that `choose` takes, in order.
 type Columns<'py> = [Bound<'py, PyAny>; 4];
 /// Columns of `LoadColumns`, the last one of them of numbers with a fraction.
 const LOADS: usize = 7;
@@ -63,16 +66,17 @@ impl ForecastModel {
     }
 
     #[expect(clippy::too_many_arguments, reason = "columns of several kinds")]
-    fn weigh<'py>(
+    fn choose<'py>(
         &self,
         py: Python<'py>,
         request: (i64, i64, f64, f64),
         loads: &[u8],
-        free_slots: &Bound<'py, PyAny>,
+        request_limits: &Bound<'py, PyAny>,
         relative_latency: &Bound<'py, PyAny>,
         reuse_chance: &Bound<'py, PyAny>,
         columns: Columns<'py>,
-    ) -> PyResult<(Bound<'py, PyBytes>, usize, Vec<usize>)> {
+        draw: &Bound<'py, PyAny>,
+    ) -> PyResult<Choice<'py>> {
         let (prompt_tokens, block_size, calibration, now) = request;
         if prompt_tokens < 1 || block_size < 1 {
             return Err(PyValueError::new_err("expected 1 token or more, in the prompt and in a block"));
@@ -88,7 +92,7 @@ impl ForecastModel {
         }
         let word = |column: usize, place: usize| words.get(column * count + place).copied().unwrap_or_default();
         let load = |column, place| i64::from_ne_bytes(word(column, place));
-        let slots: Vec<f64> = column(py, free_slots, count)?;
+        let limits: Vec<f64> = column(py, request_limits, count)?;
         let latencies: Vec<f64> = column(py, relative_latency, count)?;
         let chances: Vec<f64> = column(py, reuse_chance, count)?;
         let columns: Vec<Vec<i64>> = columns.iter().map(|each| column(py, each, count)).collect::<PyResult<_>>()?;
@@ -122,8 +126,8 @@ impl ForecastModel {
         let rows = PyBytes::new_with(py, ROWS * count * size_of::<f64>(), |to| {
             let mut rows = to.chunks_exact_mut((count * size_of::<f64>()).max(1));
             let mut rows: [_; ROWS] = std::array::from_fn(|_| rows.next().unwrap_or_default().chunks_exact_mut(8));
-            for (place, (share, blocks)) in shares.iter().zip(blocks).enumerate() {
-                let terms = model.terms(&request, &candidate(place), *share, blocks, &fleet);
+            for (place, (share, blocks)) in shares.iter().zip(&blocks).enumerate() {
+                let terms = model.terms(&request, &candidate(place), *share, *blocks, &fleet);
                 let cost = terms.cost();
                 costs.push(cost);
                 let values: [f64; ROWS] = [
@@ -148,7 +152,25 @@ impl ForecastModel {
             }
             Ok(())
         })?;
-        let (open, cheapest) = cheapest(&costs, &slots);
-        Ok((rows, open, cheapest))
+        let (open, cheapest) = cheapest(&costs, |place| at(&limits, place) - load(2, place) as f64 >= 1.0);
+        let place = match cheapest.as_slice() {
+            &[place] => place,
+            _ => draw.call1((cheapest,))?.extract()?,
+        };
+        let (chosen, blocks) = (candidate(place), blocks.get(place).copied());
+        let blocks = blocks.ok_or_else(|| PyValueError::new_err("expected one of the drawn places"))?;
+        let terms = model.terms(&request, &chosen, at(&shares, place), blocks, &fleet);
+        Ok((
+            place,
+            open,
+            terms.new_tokens,
+            terms.own,
+            terms.forecast / terms.relative,
+            terms.fit,
+            chosen.head_tokens == 0,
+            chosen.leading_active_blocks,
+            chosen.total_blocks > 0 && chosen.active_blocks > chosen.total_blocks,
+            rows,
+        ))
     }
 }

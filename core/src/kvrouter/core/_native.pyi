@@ -1,4 +1,4 @@
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvrouter.core.interface import (
@@ -7,6 +7,7 @@ from kvrouter.core.interface import (
     BlockNote,
     CachedRank,
     Call,
+    ForecastChoice,
     IndexStats,
     LoadColumns,
     Rank,
@@ -71,15 +72,16 @@ class ForecastModel:
         output_tokens: float,
         fit_tokens: int,
     ) -> None: ...
-    def weigh(
+    def choose(
         self,
         request: tuple[int, int, float, float],
         loads: bytes,
-        free_slots: Any,
+        request_limits: Any,
         relative_latency: Any,
         reuse_chance: Any,
         columns: tuple[Any, ...],
-    ) -> tuple[bytes, int, list[int]]: ...
+        draw: Callable[[list[int]], int],
+    ) -> ForecastChoice: ...
 
 class EventRecorder:
     def __init__(self, head: BatchHead, max_events: int, max_bytes: int) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from kvrouter.scheduler.load.slots import DISPATCH_S, capacity, free_slots
+from kvrouter.scheduler.load.slots import DISPATCH_S, capacity, request_limits
 
 SLOTS = np.array([8.0, np.inf, 1.0])
 
@@ -17,8 +17,7 @@ def test_requests_that_end_during_a_dispatch_may_wait_in_the_engine() -> None:
     assert capacity(SLOTS, 0.0).tolist() == [16, np.inf, 2]
 
 
-def test_bookings_and_requests_of_others_take_slots_but_never_the_last_one() -> None:
-    booked = np.array([3, 3, 0])
-    assert free_slots(SLOTS, SLOTS, booked, None).tolist() == [5, np.inf, 1]
-    assert free_slots(SLOTS, SLOTS, booked, np.array([2, 2, 5])).tolist() == [3, np.inf, 1]
-    assert free_slots(SLOTS, SLOTS, np.array([0, 0, 0]), np.array([99, 99, 99])).tolist() == [1, np.inf, 1]
+def test_requests_of_others_take_slots_but_never_the_last_one() -> None:
+    assert request_limits(SLOTS, SLOTS, None).tolist() == [8, np.inf, 1]
+    assert request_limits(SLOTS, SLOTS, np.array([2, 2, 5])).tolist() == [6, np.inf, 1]
+    assert request_limits(SLOTS, SLOTS, np.array([99, 99, 99])).tolist() == [1, np.inf, 1]

@@ -54,25 +54,46 @@ def contexts(draw: st.DrawFn) -> SchedulingContext:
 
 
 @settings(max_examples=500, deadline=None)
-@given(contexts())
-def test_native_terms_are_those_of_the_policy(given_context: SchedulingContext) -> None:
-    expected, open_ranks, lowest = policy.weigh_here(given_context, given_context.free_slots)
-    rows, native_open_ranks, native_lowest = policy.weigh_candidates(given_context, given_context.free_slots)
-    for name, ours, theirs in zip((*policy.Weighed._fields, "cost"), rows, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-6, err_msg=name)
-    assert native_open_ranks == open_ranks
+@given(contexts(), st.integers())
+def test_native_terms_are_those_of_the_policy(given_context: SchedulingContext, seed: int) -> None:
+    limits = given_context.request_limits
+    place, open_ranks, *chosen, rows = policy.choose(given_context, limits, Random(seed))
+    expected_place, expected_open_ranks, *expected_chosen, expected_rows = policy.choose_here(
+        given_context, limits, Random(seed)
+    )
+    ours, theirs = policy.Weighing(given_context, rows).rows, policy.Weighing(given_context, expected_rows).rows
+    for name, row, expected in zip((*policy.Weighed._fields, "cost"), ours, theirs, strict=True):
+        np.testing.assert_allclose(row, expected, rtol=1e-9, atol=1e-6, err_msg=name)
+    assert open_ranks == expected_open_ranks
     # Equal costs may differ in their last bits.
-    cheapest = expected[-1, [*native_lowest, *lowest]]
-    np.testing.assert_allclose(cheapest, cheapest.min(), rtol=1e-9, atol=1e-6)
+    costs = theirs[-1, [place, expected_place]]
+    np.testing.assert_allclose(costs, costs.min(), rtol=1e-9, atol=1e-6)
+    if place == expected_place:
+        assert [type(each) for each in chosen] == [type(each) for each in expected_chosen]
+        assert chosen == pytest.approx(expected_chosen, rel=1e-9, abs=1e-6)
+
+
+class Drawn(Random):
+    """Keeps what was drawn from, and draws the last."""
+
+    def choice(self, seq: Any) -> Any:
+        self.among = list(seq)
+        return seq[-1]
 
 
 def test_all_candidates_of_the_lowest_cost_with_a_free_slot_are_the_cheapest() -> None:
     slots = np.array([0.0, 1.0, 2.0, math.inf])
     alike = context(4)
-    assert policy.weigh_candidates(alike, slots)[1:] == (3, [1, 2, 3])
-    assert policy.weigh_candidates(alike, slots[:1].repeat(4))[1:] == (0, [0, 1, 2, 3])
     dearer = replace(alike, overlap_blocks=np.array([9, 0, 2, 2]))
-    assert policy.weigh_candidates(dearer, slots)[1:] == (3, [2, 3])
+    for given_context, limits, open_ranks, cheapest in (
+        (alike, slots, 3, [1, 2, 3]),
+        (alike, slots[:1].repeat(4), 0, [0, 1, 2, 3]),
+        (dearer, slots, 3, [2, 3]),
+    ):
+        for choose in (policy.choose, policy.choose_here):
+            rng = Drawn()
+            assert choose(given_context, limits, rng)[:2] == (3, open_ranks)
+            assert rng.among == cheapest
 
 
 @settings(max_examples=200, deadline=None)
@@ -96,14 +117,14 @@ def test_the_choice_is_the_same(given_context: SchedulingContext, seed: int) -> 
 
 
 def test_columns_of_other_lengths_or_types_are_refused() -> None:
-    given_context, slots = context(2), np.ones(2)
+    given_context, limits, rng = context(2), np.ones(2), Random(1)
     with pytest.raises(ValueError, match="columns of 2 entries"):
-        policy.weigh_candidates(replace(given_context, overlap_blocks=np.zeros(3, np.int64)), slots)
+        policy.choose(replace(given_context, overlap_blocks=np.zeros(3, np.int64)), limits, rng)
     with pytest.raises(ValueError, match="columns of 2 entries"):
-        policy.weigh_candidates(given_context, np.ones(3))
+        policy.choose(given_context, np.ones(3), rng)
     with pytest.raises((BufferError, TypeError)):
-        policy.weigh_candidates(replace(given_context, overlap_blocks=np.zeros(2, np.float64)), slots)
+        policy.choose(replace(given_context, overlap_blocks=np.zeros(2, np.float64)), limits, rng)
     with pytest.raises(ValueError, match="7 packed columns"):
-        policy.weigh_candidates(replace(given_context, loads=Loads(bytes(8 * 15), 0.0)), slots)
+        policy.choose(replace(given_context, loads=Loads(bytes(8 * 15), 0.0)), limits, rng)
     with pytest.raises(ValueError, match="1 token or more"):
-        policy.weigh_candidates(replace(given_context, prompt_tokens=0), slots)
+        policy.choose(replace(given_context, prompt_tokens=0), limits, rng)

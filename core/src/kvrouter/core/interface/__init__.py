@@ -18,7 +18,7 @@ from kvrouter.core.interface.event_recorder import (
     UnknownParent,
 )
 from kvrouter.core.interface.events import MAX_EVENT_BLOCKS, ApplySummary, EventBatch, RefusedBatch
-from kvrouter.core.interface.forecast import ForecastModel
+from kvrouter.core.interface.forecast import ForecastChoice, ForecastModel
 from kvrouter.core.interface.load import ActiveSequences, LoadColumns
 from kvrouter.core.interface.names import NotATokenId, Rank, RankInfo, Scope, TokenBuffer
 from kvrouter.core.interface.prefix_index import IndexStats, InvalidDump, MemoryBudget, PredictedIndex, PrefixIndex
@@ -37,6 +37,7 @@ __all__ = [
     "EventBatch",
     "EventRecorder",
     "EventsGone",
+    "ForecastChoice",
     "ForecastModel",
     "IndexStats",
     "InvalidDump",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+ForecastChoice: TypeAlias = tuple[int, int, int, float, float, bool, bool, int, bool, bytes]
+"""The chosen candidate, and the terms of all; see ``ForecastModel.choose``."""
 
 
 class ForecastModel(Protocol):
@@ -13,34 +17,41 @@ class ForecastModel(Protocol):
     ``fit_tokens``. Only the native core has it: without that the policy computes the terms itself.
     """
 
-    def weigh(
+    def choose(
         self,
         request: tuple[int, int, float, float],
         loads: bytes,
-        free_slots: Any,
+        request_limits: Any,
         relative_latency: Any,
         reuse_chance: Any,
         columns: tuple[Any, ...],
-    ) -> tuple[bytes, int, list[int]]:
-        """Returns rows of float64, each with an entry for each candidate, and the cheapest candidates.
+        draw: Callable[[list[int]], int],
+    ) -> ForecastChoice:
+        """Chooses among the candidates of the lowest cost with a free slot, or among all if none has a free slot.
 
         Args:
             request: (prompt tokens, block size, latency calibration, seconds of the clock).
             loads: The load of the candidates, with the request's blocks, packed as in ``LoadColumns``.
-            free_slots: A buffer of float64, the free slots of each candidate.
+            request_limits: A buffer of float64, how many requests each candidate may have.
             relative_latency: A buffer of float64, the relative latency of each candidate.
             reuse_chance: A buffer of float64, the mean chance that a block in each candidate's KV cache is used again.
             columns: Four buffers of int64, columns of a scheduling context: overlap blocks, queued blocks, total blocks
                 and tokens per step.
+            draw: Chooses among several places of equal cost.
 
         Returns:
-            Twelve rows: time to first token, batch, work, output, shortage, eviction, copies and own work, each in
-            ms; the factor for the rank's speed in the first; tokens to compute; 1 where the first token may be used
-            for latency calibration, else 0; and the cost, the sum of the first seven.
+            The place of the candidate.
 
             The number of candidates with a free slot.
 
-            The places of the lowest cost among these, or among all candidates if there are none.
+            Of the chosen candidate: the tokens to compute; the time for these and the time to first token, both in ms
+            at the component's speed; whether the first token may be used for latency calibration; whether the rank
+            computes no prompt; its leading active blocks; and whether it has less KV blocks than would be active.
+
+            Twelve rows of float64, each with an entry for each candidate: time to first token, batch, work, output,
+            shortage, eviction, copies and own work, each in ms; the factor for the rank's speed in the first; tokens
+            to compute; 1 where the first token may be used for latency calibration, else 0; and the cost, the sum of
+            the first seven.
 
         Raises:
             ValueError: there is no prompt, or the columns differ in length.

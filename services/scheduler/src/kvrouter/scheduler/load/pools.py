@@ -16,10 +16,10 @@ from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad
 from kvrouter.scheduler.load.cache_hits import CacheHits, PredictionCheck
 from kvrouter.scheduler.load.headroom import Headroom
 from kvrouter.scheduler.load.reported_load import LoadReports
-from kvrouter.scheduler.load.slots import capacity, free_slots
+from kvrouter.scheduler.load.slots import capacity, request_limits
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.metrics import ScrapedGauges
-from kvrouter.scheduler.policies.interface import Amounts, Column
+from kvrouter.scheduler.policies.interface import Amounts
 from kvrouter.scheduler.workers.candidates import WorkerSet, candidates_of
 from kvrouter.v1.common_pb2 import Role, RoutingRequest, Stage
 from kvrouter.v1.errors import UnknownComponent, UnknownModel
@@ -77,17 +77,15 @@ class Pool:
         self.cache_hits.set_ranks(self.worker_set.ranks)
         self.reports.set_ranks((candidate.rank, candidate.incarnation) for candidate in self.candidates)
 
-    def free_slots(self, requests: Column, now: float) -> Amounts:
-        """Returns how many further requests each rank may have, in order of rank; infinite without a known limit.
+    def request_limits(self, now: float) -> Amounts:
+        """Returns how many bookings each rank may have, in order of rank; infinite without a known limit.
 
-        Args:
-            requests: Bookings of each rank.
-            now: Seconds, by the clock of load reports.
+        ``now``: seconds, by the clock of load reports.
         """
         slots = self.worker_set.slots
         if not self.worker_set.knows_slots:
             return slots
-        return free_slots(self._slots_and_ahead(), slots, requests, self.reports.others(now))
+        return request_limits(self._slots_and_ahead(), slots, self.reports.others(now))
 
     def judged_load(self, now: float) -> Load:
         """Returns the load of each rank to compare with thresholds. ``now``: seconds, by the clock of load reports."""
@@ -113,7 +111,8 @@ class Pool:
         ranks, accepting = self.worker_set, self.worker_set.accepting
         if not ranks.limits_requests:
             return None
-        places = np.flatnonzero(accepting & (self.free_slots(self.booked_load.loads().requests, now) >= 1))
+        free_slots = self.request_limits(now) - self.booked_load.loads().requests
+        places = np.flatnonzero(accepting & (free_slots >= 1))
         return {ranks.ranks[place] for place in places.tolist()}
 
 

@@ -29,15 +29,13 @@ def capacity(slots: Amounts, seconds_in_flight: float) -> Amounts:
     return slots + ahead
 
 
-def free_slots(capacity: Amounts, slots: Amounts, booked: Column, others: Column | None) -> Amounts:
-    """Returns the free slots of each rank, 0 or less where there is none.
+def request_limits(capacity: Amounts, slots: Amounts, others: Column | None) -> Amounts:
+    """Returns how many bookings each rank may have.
 
     Args:
         capacity: As ``capacity`` returns it.
         slots: Requests run at once by each rank; infinite where unknown.
-        booked: Its bookings.
         others: Further requests reported by its engine; None if there are none. They leave every rank a slot, so
             that a wrong report cannot keep it idle.
     """
-    free: Amounts = capacity - booked
-    return free if others is None else free - np.minimum(others, np.maximum(slots - 1, 0))
+    return capacity if others is None else capacity - np.minimum(others, np.maximum(slots - 1, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -28,16 +29,15 @@ class Loads:
         """Takes the packed columns of ``kvrouter.core.LoadColumns``, and the time at which they were read, seconds."""
         self.packed = packed
         self.now = now
-        self.rows: NDArray[np.int64] = np.ndarray((_COLUMNS, len(packed) // (8 * _COLUMNS)), np.int64, packed)
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
         """The packed columns as rows; the last one has the bits of float64."""
+        return np.ndarray((_COLUMNS, len(self.packed) // (8 * _COLUMNS)), np.int64, self.packed)
 
     def at(self, places: NDArray[np.intp]) -> Loads:
         """Returns the load of some of the ranks."""
         return Loads(self.rows[:, places].tobytes(), self.now)
-
-    def of(self, place: int) -> RankLoad:
-        """Returns the load of the rank at an index."""
-        return RankLoad(*self.rows[:-1, place].tolist())
 
     @property
     def active_blocks(self) -> NDArray[np.int64]:

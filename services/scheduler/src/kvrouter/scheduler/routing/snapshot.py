@@ -61,8 +61,8 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
     loading saves; of these, the share that engines reuse as measured."""
     count_prefill_tokens: Callable[[], Column]
     """Returns ``new_prefill_tokens``, which most decisions do not need."""
-    free_slots: Amounts
-    """Free slots of each candidate; infinite where its slots are unknown."""
+    request_limits: Amounts
+    """Bookings that each candidate may have; infinite where its slots are unknown."""
     judged: Load | None
     """Loads to compare with the thresholds; None if no threshold is set."""
     fit: Places
@@ -202,7 +202,6 @@ def snapshot(
         # Without the request itself: its own blocks could make every rank busy.
         judged = pool.judged_load(now)
         free = fit[~judged.above(thresholds)[fit]]
-    free_slots = pool.free_slots(loads.requests, now)
     count_prefill_tokens: Callable[[], Column] = uncached
     prefill = None
     if constraints.stage == _DECODE:  # which receives its blocks
@@ -222,7 +221,7 @@ def snapshot(
         lower_blocks,
         saved_blocks,
         count_prefill_tokens,
-        free_slots,
+        pool.request_limits(now),
         judged,
         fit,
         free,
@@ -282,7 +281,8 @@ def _is_kept(candidates: CandidateSnapshot, request: RequestContext, now: float)
         return candidates.worker_set.nowhere
     ranks, loads, size = candidates.worker_set, candidates.loads, pool.booked_load.block_size
     total = ranks.block_limits
-    slots = np.where(ranks.accepting, candidates.free_slots - pool.ahead(), 0.0)
+    free_slots = candidates.request_limits - loads.requests
+    slots = np.where(ranks.accepting, free_slots - pool.ahead(), 0.0)
     if not np.isfinite(np.minimum(slots, total)[ranks.accepting]).all():
         return ranks.nowhere  # there is no limit that others could meet
     typical = headroom.typical_tokens(tenant)
@@ -344,7 +344,7 @@ def context_of(
         count_prefill_tokens=count_prefill_tokens,
         loads=loads,
         queued_blocks=worker_set.column(queued_tokens) // size if queued_tokens else worker_set.zeros,
-        free_slots=candidates.free_slots,
+        request_limits=candidates.request_limits,
         is_kept=is_kept,
         total_blocks=worker_set.total_blocks,
         max_batched_tokens=worker_set.max_batched_tokens,

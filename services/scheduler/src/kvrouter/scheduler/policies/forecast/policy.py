@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from kvrouter.core import FORECAST_MODEL
-from kvrouter.core.interface import ForecastModel
+from kvrouter.core.interface import ForecastChoice, ForecastModel
 from kvrouter.scheduler.policies.interface import (
     Amounts,
     Choice,
@@ -24,7 +25,7 @@ from kvrouter.scheduler.policies.interface import (
     SchedulingContext,
     Wait,
     any_of,
-    draw,
+    draw_lowest,
     rank_label,
 )
 from numpy.typing import NDArray
@@ -116,37 +117,10 @@ class ForecastPolicy(Policy):
 
     def decide(self, context: SchedulingContext, rng: Random) -> Choice | Wait:
         """Chooses the cheapest rank with a free slot, or returns a Wait for it if it has no room."""
-        slots, is_kept = context.free_slots, context.is_kept
-        is_limited = any_of(is_kept)
-        rows, open_ranks, cheapest = weigh_candidates(context, np.where(is_kept, 0.0, slots) if is_limited else slots)
-        index = draw(cheapest, rng)
-        weighed: Weighed[float] = Weighed(*rows[:-1, index].tolist())
-
-        def formula(index: int) -> str:
-            *terms, cost = rows[:, index].tolist()
-            at: Weighed[float] = Weighed(*terms)
-            kept = ", room is kept for other tenants" if is_kept[index] else ""
-            full = ", no free slot" if slots[index] < 1 else kept
-            return (
-                f"Formula for {rank_label(context.ranks[index])}: {cost:.1f} ms = "
-                f"{at.forecast:.1f} to the first token + {at.batch:.1f} in its step + "
-                f"{at.work:.1f} for others + {at.output:.1f} for its output + "
-                f"{at.shortage:.1f} for lack of blocks + "
-                f"{at.eviction:.1f} for evicted blocks - {-at.copies:.1f} for popular blocks "
-                f"({int(at.new_tokens)} tokens to compute{full})"
-            )
-
-        def terms() -> dict[str, NDArray[Any]]:
-            return {
-                **{f"{name}_ms": row for name, row in zip(Weighed._fields[:_COST_TERMS], rows, strict=False)},
-                "new_tokens": rows[Weighed._fields.index("new_tokens")],
-                "relative_latency": context.relative_latency,
-                "free_slots": slots,
-            }
-
-        has_slot, load = open_ranks > 0, context.loads.of(index)
-        new_tokens, total = int(weighed.new_tokens), context.total_blocks.item(index)
-        lacks_blocks = total > 0 and load.active_blocks > total
+        limits, is_limited = context.request_limits, any_of(context.is_kept)
+        chosen = choose(context, np.where(context.is_kept, -np.inf, limits) if is_limited else limits, rng)
+        index, open_ranks, new_tokens, own_ms, forecast_ms, fit, is_idle, leading_blocks, lacks_blocks, packed = chosen
+        has_slot, size = open_ranks > 0, context.block_size
         if not has_slot:
             reason = "the free room is kept for other tenants" if is_limited else "no rank has a free slot"
         elif lacks_blocks:
@@ -154,15 +128,16 @@ class ForecastPolicy(Policy):
         else:
             is_any = open_ranks == len(context.ranks)
             reason = "lowest cost" if is_any else "lowest cost of the ranks with a free slot"
-        explanation = Explanation(reason, rows[-1], OnDemand(terms), formula)
-        added = context.prompt_tokens - load.leading_active_blocks * context.block_size
-        slot = int(total * context.block_size / max(1.0, slots.item(index) + load.requests))
+        weighing = Weighing(context, packed)
+        explanation = Explanation(reason, weighing.costs, OnDemand(weighing.terms), weighing.formula)
+        added = context.prompt_tokens - leading_blocks * size
+        slot = int(context.total_blocks.item(index) * size / max(1.0, limits.item(index)))
         use_tokens = max(added, slot)
         if lacks_blocks or not has_slot:
             return Wait(
                 index,
                 explanation,
-                prefill_ms=weighed.own * context.relative_latency.item(index),
+                prefill_ms=own_ms * context.relative_latency.item(index),
                 room_tokens=added if has_slot else new_tokens,
                 use_tokens=use_tokens,
                 rank=context.ranks[index],
@@ -170,14 +145,56 @@ class ForecastPolicy(Policy):
                 for_slot=not has_slot,
                 keeps_room=is_limited and not has_slot,
             )
-        forecast_ms = weighed.forecast / weighed.relative
         return Choice(
             index,
             explanation,
             use_tokens,
             prefill_tokens=new_tokens,
-            forecast_ms=forecast_ms if weighed.fit else None,
-            idle_forecast_ms=None if load.head_prefill_tokens else forecast_ms,
+            forecast_ms=forecast_ms if fit else None,
+            idle_forecast_ms=forecast_ms if is_idle else None,
+        )
+
+
+class Weighing(msgspec.Struct, frozen=True):
+    """All candidates, weighed against each other, for an explanation."""
+
+    context: SchedulingContext
+    packed: bytes
+    """Rows of ``Weighed`` and the cost, packed."""
+
+    @property
+    def costs(self) -> Sequence[float]:
+        """Cost by candidate, ms."""
+        return memoryview(self.packed).cast("d")[-len(self.context.ranks) :]
+
+    @property
+    def rows(self) -> NDArray[np.float64]:
+        """The rows, with a column for each candidate."""
+        return np.ndarray((len(Weighed._fields) + 1, len(self.context.ranks)), np.float64, self.packed)
+
+    def terms(self) -> dict[str, NDArray[Any]]:
+        """Returns the terms by name."""
+        columns = dict(zip(Weighed._fields, self.rows, strict=False))
+        return {
+            **{f"{name}_ms": columns[name] for name in Weighed._fields[:_COST_TERMS]},
+            "new_tokens": columns["new_tokens"],
+            "relative_latency": self.context.relative_latency,
+            "free_slots": self.context.free_slots,
+        }
+
+    def formula(self, index: int) -> str:
+        """Returns the cost of a candidate as the sum of its terms."""
+        *terms, cost = self.rows[:, index].tolist()
+        at: Weighed[float] = Weighed(*terms)
+        kept = ", room is kept for other tenants" if self.context.is_kept[index] else ""
+        full = ", no free slot" if self.context.free_slots[index] < 1 else kept
+        return (
+            f"Formula for {rank_label(self.context.ranks[index])}: {cost:.1f} ms = "
+            f"{at.forecast:.1f} to the first token + {at.batch:.1f} in its step + "
+            f"{at.work:.1f} for others + {at.output:.1f} for its output + "
+            f"{at.shortage:.1f} for lack of blocks + "
+            f"{at.eviction:.1f} for evicted blocks - {-at.copies:.1f} for popular blocks "
+            f"({int(at.new_tokens)} tokens to compute{full})"
         )
 
 
@@ -232,34 +249,40 @@ def weigh(context: SchedulingContext, shares: Amounts) -> Weighed[NDArray[Any]]:
     )
 
 
-Weighing: TypeAlias = tuple[Amounts, int, Sequence[int]]
-"""All candidates, weighed against each other: the rows of ``Weighed`` and the cost, with a column for each candidate;
-the number of candidates with a free slot; and the indexes of the cheapest of these, or of all if there are none."""
-
-
-def weigh_candidates(context: SchedulingContext, free_slots: Amounts) -> Weighing:
-    """Weighs the candidates, by the native core if there is one. ``free_slots`` are those for this request."""
+def choose(context: SchedulingContext, request_limits: Amounts, rng: Random) -> ForecastChoice:
+    """Chooses a candidate, by the native core if there is one. ``request_limits`` are those for this request."""
     if NATIVE is None:
-        return weigh_here(context, free_slots)
-    rows, open_ranks, cheapest = NATIVE.weigh(
+        return choose_here(context, request_limits, rng)
+    return NATIVE.choose(
         (context.prompt_tokens, context.block_size, context.latency_calibration, context.loads.now),
         context.loads.packed,
-        free_slots,
+        request_limits,
         context.relative_latency,
         context.reuse_chance,
         (context.overlap_blocks, context.queued_blocks, context.total_blocks, context.max_batched_tokens),
+        rng.choice,
     )
-    shape = len(Weighed._fields) + 1, len(context.ranks)
-    return np.ndarray(shape, np.float64, rows), open_ranks, cheapest
 
 
-def weigh_here(context: SchedulingContext, free_slots: Amounts) -> Weighing:
+def choose_here(context: SchedulingContext, request_limits: Amounts, rng: Random) -> ForecastChoice:
     """Returns the same as the native core, computed by numpy."""
     columns = weigh(context, used_shares(context))
     costs = np.add.reduce(columns[:_COST_TERMS])
-    is_open = free_slots >= 1
-    allowed = np.where(is_open, costs, np.inf) if is_open.any() else costs
-    return np.array([*columns, costs]), int(is_open.sum()), np.flatnonzero(allowed == allowed.min()).tolist()
+    is_open = request_limits - context.active_requests >= 1
+    index = draw_lowest(np.where(is_open, costs, np.inf) if is_open.any() else costs, rng)
+    chosen: Weighed[Any] = Weighed(*(column[index] for column in columns))
+    return (
+        index,
+        int(is_open.sum()),
+        int(chosen.new_tokens),
+        float(chosen.own),
+        float(chosen.forecast / chosen.relative),
+        bool(chosen.fit),
+        not context.head_prefill_tokens[index],
+        int(context.leading_active_blocks[index]),
+        bool(0 < context.total_blocks[index] < context.active_blocks[index]),
+        np.array([*columns, costs]).tobytes(),
+    )
 
 
 def recomputations(chance: Amounts) -> Amounts:
