@@ -55,8 +55,7 @@ def context(count: int, **columns: Any) -> SchedulingContext:
     assert columns.keys() <= known.keys()
     known["free_slots"] = np.array(columns.pop("free_slots", known["free_slots"]), np.float64)
     given = {name: np.array(value) if isinstance(value, list) else value for name, value in (known | columns).items()}
-    new = np.asarray(given.pop("new_prefill_tokens"), np.int64)
-    given["count_prefill_tokens"] = lambda: new
+    given["weighed_tokens"] = np.asarray(given.pop("new_prefill_tokens"), np.int64)
     counts = [np.asarray(given.pop(name), np.int64) for name in _COUNTS]
     since = np.asarray(given.pop("head_prefill_since"), np.float64)
     given["request_limits"] = given.pop("free_slots") + counts[_COUNTS.index("active_requests")]

@@ -48,8 +48,6 @@ class SchedulingContext(msgspec.Struct, frozen=True):
     overlap_blocks: Column
     """Leading blocks of the prompt that the rank need not compute: those in device memory, and the share of those in
     lower tiers that loading saves. 0 everywhere if there is no overlap information."""
-    count_prefill_tokens: Callable[[], Column]
-    """Returns ``new_prefill_tokens``, which some policies do not need."""
     loads: Loads
     """Load of the ranks, which the properties below name."""
     queued_blocks: Column
@@ -70,18 +68,22 @@ class SchedulingContext(msgspec.Struct, frozen=True):
     """Ratio of measured to forecast prefill times in the component."""
     expected_output_tokens: float = 0.0
     """Expected length of the output; 0 if unknown."""
+    weighed_tokens: Column | None = None
+    """``new_prefill_tokens`` in stage decode; None if they are those without overlap."""
 
     def at(self, places: NDArray[np.intp]) -> SchedulingContext:
         """Returns the context of some of the candidates."""
         ranks = tuple(map(self.ranks.__getitem__, places.tolist()))
         columns = {name: getattr(self, name)[places] for name in _COLUMNS}
-        new = self.new_prefill_tokens[places]
-        return replace(self, ranks=ranks, count_prefill_tokens=lambda: new, loads=self.loads.at(places), **columns)
+        weighed = None if self.weighed_tokens is None else self.weighed_tokens[places]
+        return replace(self, ranks=ranks, loads=self.loads.at(places), weighed_tokens=weighed, **columns)
 
     @property
     def new_prefill_tokens(self) -> Column:
         """Prompt tokens to compute on the rank."""
-        return self.count_prefill_tokens()
+        if self.weighed_tokens is not None:
+            return self.weighed_tokens
+        return uncached_tokens(self.prompt_tokens, self.overlap_blocks, self.block_size)
 
     @property
     def prefill_tokens(self) -> Column:
@@ -235,6 +237,11 @@ def rank_label(rank: Rank) -> str:
     """Returns a rank's name in formulas: ``worker_1``, or ``worker_1_dp2`` for a data-parallel rank above 0."""
     worker_id, dp_rank = rank
     return f"worker_{worker_id}_dp{dp_rank}" if dp_rank else f"worker_{worker_id}"
+
+
+def uncached_tokens(prompt_tokens: int, overlap_blocks: Column, block_size: int) -> Column:
+    """Returns the tokens of a prompt without those of its leading blocks on each rank."""
+    return np.maximum(prompt_tokens - overlap_blocks * block_size, 0)
 
 
 def any_of(mask: Mask) -> bool:

@@ -198,9 +198,9 @@ class Router:
         if not self.booking_ownership.book(booking, self.clock()):
             return False
         if queried_indexer:
-            block_size = pool.booked_load.block_size
-            reachable = decision.snapshot.reachable_tokens(decision.place, block_size)
-            self.metrics.count_cached(pool.model, reachable, decision.snapshot.lower_of(decision.place), block_size)
+            found, place = decision.snapshot, decision.place
+            reachable, lower = found.reachable_tokens(place), found.lower_of(place)
+            self.metrics.count_cached(pool.model, reachable, lower, found.block_size)
         return True
 
     def earlier_outcome(self, context: RequestContext, key: Key) -> SelectWorkerResponse | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -18,7 +17,7 @@ from kvrouter.scheduler.load.tier_loads import saved_shares
 from kvrouter.scheduler.metrics import ReachableTokens
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps
 from kvrouter.scheduler.policies.catalogue import POLICIES
-from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext, largest
+from kvrouter.scheduler.policies.interface import Amounts, Column, Mask, SchedulingContext, largest, uncached_tokens
 from kvrouter.scheduler.policies.loads import Loads
 from kvrouter.scheduler.request.options import Thresholds
 from kvrouter.scheduler.request.remote_prefill import FirstPrefill, PrefillPlaces, compute_ms, prefill_places, waits_ms
@@ -46,6 +45,8 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
     """All candidates of a request at one moment. Entry i of each column belongs to candidate i."""
 
     worker_set: WorkerSet
+    prompt_tokens: int
+    block_size: int
     constraints: WorkerConstraints
     thresholds: Thresholds
     loads: Loads
@@ -59,8 +60,6 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
     saved_blocks: Column
     """Blocks whose computation each candidate saves: those in device memory, and of ``lower_blocks`` the share that
     loading saves; of these, the share that engines reuse as measured."""
-    count_prefill_tokens: Callable[[], Column]
-    """Returns ``new_prefill_tokens``, which most decisions do not need."""
     request_limits: Amounts
     """Bookings that each candidate may have; infinite where its slots are unknown."""
     judged: Load | None
@@ -73,11 +72,15 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
     """Blocks of the conversation that count as overlap, because no index shows them; None if there are none."""
     prefill: PrefillPlaces | None = None
     """Who would compute the prompt, in stage decode; None in other stages."""
+    own_tokens: Column | None = None
+    """``new_prefill_tokens`` in stage decode; None in other stages."""
 
     @property
     def new_prefill_tokens(self) -> Column:
         """Prompt tokens for each candidate to compute itself."""
-        return self.count_prefill_tokens()
+        if self.own_tokens is not None:
+            return self.own_tokens
+        return uncached_tokens(self.prompt_tokens, self.saved_blocks, self.block_size)
 
     def loads_blocks(self, place: int) -> bool:
         """Returns whether the candidate at an index would load blocks of the prompt from below device memory."""
@@ -116,9 +119,9 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
         tier = max((tier for tier, blocks in zip(LOWER_TIERS, lower, strict=False) if blocks), default=_DEVICE)
         return KvSource(rank=rank_message(self.worker_set.ranks[place]), tier=tier, blocks=int(held[place]))
 
-    def reachable_tokens(self, place: int, block_size: int) -> ReachableTokens:
+    def reachable_tokens(self, place: int) -> ReachableTokens:
         """Returns the cached tokens of the prompt on a candidate, on the best eligible one, and on the best of all."""
-        blocks, most = self.overlap_blocks, self.most_overlap_blocks
+        blocks, most, block_size = self.overlap_blocks, self.most_overlap_blocks, self.block_size
         eligible = most if len(self.free) == len(blocks) else largest(blocks[self.free])
         return ReachableTokens(blocks.item(place) * block_size, eligible * block_size, most * block_size)
 
@@ -177,8 +180,8 @@ def snapshot(
         now: Seconds, by the clock of load reports.
         conversation: What the conversation's last request left; None without one.
     """
-    pool, constraints, thresholds = request.pool, request.constraints, request.options.thresholds
-    worker_set = pool.worker_set
+    pool, prompt, constraints = request.pool, request.prompt, request.constraints
+    worker_set, block_size, thresholds = pool.worker_set, pool.booked_load.block_size, request.options.thresholds
     saved_blocks = overlaps.on(worker_set)
     if conversation is not None:
         saved_blocks, conversation = _with_conversation(request, overlaps, saved_blocks, conversation)
@@ -190,29 +193,28 @@ def snapshot(
         saved_blocks = saved_blocks + (lower_blocks * saved_by_loading(request)).sum(axis=0).astype(np.int64)
     if (ratio := pool.prediction_check.reuse_ratio) < 1.0:
         saved_blocks = (saved_blocks * ratio).astype(np.int64)
-    uncached = partial(_uncached_tokens, request.prompt.tokens, saved_blocks, pool.booked_load.block_size)
     fit = worker_set.fit(constraints)
     if constraints.avoided:
         fit = worker_set.preferred(fit, constraints.avoided)
-    if request.prompt.is_estimated:
-        fit = worker_set.with_room(fit, request.prompt.blocks)
+    if prompt.is_estimated:
+        fit = worker_set.with_room(fit, prompt.blocks)
     free, judged = fit, None
-    loads = pool.booked_load.loads(request.prompt, constraints.stage)
+    loads = pool.booked_load.loads(prompt, constraints.stage)
     if thresholds.any_set:
         # Without the request itself: its own blocks could make every rank busy.
         judged = pool.judged_load(now)
         free = fit[~judged.above(thresholds)[fit]]
-    count_prefill_tokens: Callable[[], Column] = uncached
-    prefill = None
+    prefill, own_tokens = None, None
     if constraints.stage == _DECODE:  # which receives its blocks
-        missing, prefill = worker_set.zeros, PrefillPlaces(worker_set.zeros == 0, worker_set.zeros)
+        prefill, own_tokens = PrefillPlaces(worker_set.zeros == 0, worker_set.zeros), worker_set.zeros
         if request.may_prefill_locally:
-            missing = uncached()
-            prefill = _prefill_places(request, loads, missing, overlaps)
-            missing = np.where(prefill.is_remote, 0, missing)
-        count_prefill_tokens = partial(np.asarray, missing)
+            uncached = uncached_tokens(prompt.tokens, saved_blocks, block_size)
+            prefill = _prefill_places(request, loads, uncached, overlaps)
+            own_tokens = np.where(prefill.is_remote, 0, uncached)
     return CandidateSnapshot(
         worker_set,
+        prompt.tokens,
+        block_size,
         constraints,
         thresholds,
         loads,
@@ -220,18 +222,14 @@ def snapshot(
         largest(overlap_blocks),
         lower_blocks,
         saved_blocks,
-        count_prefill_tokens,
         pool.request_limits(now),
         judged,
         fit,
         free,
         conversation,
         prefill,
+        own_tokens,
     )
-
-
-def _uncached_tokens(prompt_tokens: int, saved_blocks: Column, block_size: int) -> Column:
-    return np.maximum(prompt_tokens - saved_blocks * block_size, 0)
 
 
 def saved_by_loading(request: RequestContext) -> Amounts:
@@ -325,24 +323,22 @@ def context_of(
     ``calibration_error`` multiplies the latency calibration, for simulations of a wrong time model.
     """
     pool, options, is_kept = request.pool, request.options, _is_kept(candidates, request, now)
-    size = pool.booked_load.block_size
+    tokens, size = candidates.prompt_tokens, candidates.block_size
     worker_set, loads = candidates.worker_set, candidates.loads
-    overlap_blocks, count_prefill_tokens = candidates.saved_blocks, candidates.count_prefill_tokens
+    overlap_blocks, weighed_tokens = candidates.saved_blocks, None
     if candidates.prefill is not None:
         # What a prefill worker computes costs its rank no more than the transfer.
         weighed_tokens = candidates.prefill.weighed_tokens
-        count_prefill_tokens = partial(np.asarray, weighed_tokens)
-        overlap_blocks = (request.prompt.tokens - weighed_tokens) // size
-    every = SchedulingContext(
-        prompt_tokens=request.prompt.tokens,
-        block_size=size,
-        overlap_score_weight=options.overlap_score_weight,
-        temperature=options.temperature,
-        previous=pool.previous.get(options.mode),
-        ranks=worker_set.ranks,
-        overlap_blocks=overlap_blocks,
-        count_prefill_tokens=count_prefill_tokens,
-        loads=loads,
+        overlap_blocks = (tokens - weighed_tokens) // size
+    every = SchedulingContext(  # some by position: more than 15 by name take a dictionary, and three times as long
+        tokens,
+        size,
+        options.overlap_score_weight,
+        options.temperature,
+        pool.previous.get(options.mode),
+        worker_set.ranks,
+        overlap_blocks,
+        loads,
         queued_blocks=worker_set.column(queued_tokens) // size if queued_tokens else worker_set.zeros,
         request_limits=candidates.request_limits,
         is_kept=is_kept,
@@ -352,6 +348,7 @@ def context_of(
         latency_calibration=calibration_error * pool.booked_load.latency_calibration.value,
         relative_latency=pool.booked_load.relative_latency(),
         expected_output_tokens=expected_output_tokens,
+        weighed_tokens=weighed_tokens,
     )
     return every if len(places) == len(worker_set.ranks) else every.at(places)
 
