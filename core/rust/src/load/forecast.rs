@@ -62,11 +62,11 @@ pub struct Fleet {
 impl Fleet {
     /// Returns the fleet with the share of KV blocks in use, the total blocks and the requests without a first token of
     /// each candidate.
-    pub fn of(shares: &[f64], total_blocks: &[i64], waiting: impl Iterator<Item = i64>) -> Self {
+    pub fn of(shares: &[f64], total_blocks: impl Iterator<Item = i64>, waiting: impl Iterator<Item = i64>) -> Self {
         let idle = waiting.filter(|requests| *requests == 0).count();
         let busy_to_idle = || (shares.len() - idle) as f64 / idle as f64;
         // The share of a candidate with unknown KV blocks is 0.
-        let known = total_blocks.iter().filter(|blocks| **blocks > 0).count();
+        let known = total_blocks.filter(|blocks| *blocks > 0).count();
         Self { share: shares.iter().sum::<f64>() / known.max(1) as f64, busy_to_idle: (known == 0).then(busy_to_idle) }
     }
 }

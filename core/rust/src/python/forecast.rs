@@ -1,6 +1,5 @@
 //! Python class for the cost terms of routing mode `forecast`.
 
-use pyo3::buffer::{Element, PyBuffer};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -16,17 +15,19 @@ pub struct ForecastModel(Model);
 
 /// Rows that `choose` returns.
 const ROWS: usize = 12;
-/// Columns of whole numbers that `choose` takes, in order.
-type Columns<'py> = [Bound<'py, PyAny>; 4];
-/// Columns of `LoadColumns`, the last one of them of numbers with a fraction.
+/// Columns of `LoadColumns`.
 const LOADS: usize = 7;
+/// The other columns that `choose` takes, in order.
+type Columns<'py> = [Bound<'py, PyBytes>; 7];
+/// A column of packed numbers of 64 bits.
+type Column<'a> = &'a [[u8; 8]];
 
-fn column<T: Element>(py: Python<'_>, column: &Bound<'_, PyAny>, count: usize) -> PyResult<Vec<T>> {
-    let values = PyBuffer::get(column)?.to_vec(py)?;
-    if values.len() != count {
-        return Err(PyValueError::new_err(format!("expected columns of {count} entries, received {}", values.len())));
-    }
-    Ok(values)
+fn whole(column: Column<'_>, place: usize) -> i64 {
+    column.get(place).map_or(0, |word| i64::from_ne_bytes(*word))
+}
+
+fn real(column: Column<'_>, place: usize) -> f64 {
+    column.get(place).map_or(0.0, |word| f64::from_ne_bytes(*word))
 }
 
 #[pymethods]
@@ -65,15 +66,11 @@ impl ForecastModel {
         }))
     }
 
-    #[expect(clippy::too_many_arguments, reason = "columns of several kinds")]
     fn choose<'py>(
         &self,
         py: Python<'py>,
         request: (i64, i64, f64, f64),
         loads: &[u8],
-        request_limits: &Bound<'py, PyAny>,
-        relative_latency: &Bound<'py, PyAny>,
-        reuse_chance: &Bound<'py, PyAny>,
         columns: Columns<'py>,
         draw: &Bound<'py, PyAny>,
     ) -> PyResult<Choice<'py>> {
@@ -90,38 +87,37 @@ impl ForecastModel {
                 loads.len()
             )));
         }
-        let word = |column: usize, place: usize| words.get(column * count + place).copied().unwrap_or_default();
-        let load = |column, place| i64::from_ne_bytes(word(column, place));
-        let limits: Vec<f64> = column(py, request_limits, count)?;
-        let latencies: Vec<f64> = column(py, relative_latency, count)?;
-        let chances: Vec<f64> = column(py, reuse_chance, count)?;
-        let columns: Vec<Vec<i64>> = columns.iter().map(|each| column(py, each, count)).collect::<PyResult<_>>()?;
-        let [overlap, queued, total, budget] = columns.as_slice() else {
-            return Err(PyValueError::new_err("expected four columns of integers"));
-        };
-        fn at<T: Copy + Default>(column: &[T], place: usize) -> T {
-            column.get(place).copied().unwrap_or_default()
+        let loads: [Column<'_>; LOADS] =
+            std::array::from_fn(|at| words.get(at * count..(at + 1) * count).unwrap_or_default());
+        let [active, prefill_tokens, requests, leading, head_tokens, prefill_requests, head_since] = loads;
+        if let Some(other) = columns.iter().find(|column| column.as_bytes().len() != count * size_of::<u64>()) {
+            let received = other.as_bytes().len();
+            return Err(PyValueError::new_err(format!(
+                "expected columns of {count} entries, received {received} bytes"
+            )));
         }
+        let [overlap, queued, total, budget, limits, latencies, chances] =
+            columns.each_ref().map(|column| column.as_bytes().as_chunks().0);
         // Made where it is read: a list of a thousand takes as long to write as the terms.
         let candidate = |place: usize| Candidate {
-            active_blocks: load(0, place),
-            prefill_tokens: load(1, place),
-            active_requests: load(2, place),
-            leading_active_blocks: load(3, place),
-            head_tokens: load(4, place),
-            prefill_requests: load(5, place),
-            head_since: f64::from_ne_bytes(word(6, place)),
-            queued_blocks: at(queued, place),
-            total_blocks: at(total, place),
-            max_batched_tokens: at(budget, place),
-            relative_latency: at(&latencies, place),
-            reuse_chance: at(&chances, place),
+            active_blocks: whole(active, place),
+            prefill_tokens: whole(prefill_tokens, place),
+            active_requests: whole(requests, place),
+            leading_active_blocks: whole(leading, place),
+            head_tokens: whole(head_tokens, place),
+            prefill_requests: whole(prefill_requests, place),
+            head_since: real(head_since, place),
+            queued_blocks: whole(queued, place),
+            total_blocks: whole(total, place),
+            max_batched_tokens: whole(budget, place),
+            relative_latency: real(latencies, place),
+            reuse_chance: real(chances, place),
         };
+        let all = |column| (0..count).map(move |place| whole(column, place));
         let model = &self.0;
         let shares: Vec<f64> = (0..count).map(|place| model.share(&request, &candidate(place))).collect();
-        let prefilling = (0..count).map(|place| load(5, place));
-        let fleet = Fleet::of(&shares, total, prefilling);
-        let blocks = prompt_blocks(&request, overlap.iter().copied().zip((0..count).map(|place| load(3, place))));
+        let fleet = Fleet::of(&shares, all(total), all(prefill_requests));
+        let blocks = prompt_blocks(&request, all(overlap).zip(all(leading)));
         let mut costs = Vec::with_capacity(count);
         let rows = PyBytes::new_with(py, ROWS * count * size_of::<f64>(), |to| {
             let mut rows = to.chunks_exact_mut((count * size_of::<f64>()).max(1));
@@ -152,14 +148,16 @@ impl ForecastModel {
             }
             Ok(())
         })?;
-        let (open, cheapest) = cheapest(&costs, |place| at(&limits, place) - load(2, place) as f64 >= 1.0);
+        let (open, cheapest) = cheapest(&costs, |place| real(limits, place) - whole(requests, place) as f64 >= 1.0);
         let place = match cheapest.as_slice() {
             &[place] => place,
             _ => draw.call1((cheapest,))?.extract()?,
         };
-        let (chosen, blocks) = (candidate(place), blocks.get(place).copied());
-        let blocks = blocks.ok_or_else(|| PyValueError::new_err("expected one of the drawn places"))?;
-        let terms = model.terms(&request, &chosen, at(&shares, place), blocks, &fleet);
+        let (Some(share), Some(blocks)) = (shares.get(place), blocks.get(place)) else {
+            return Err(PyValueError::new_err("expected one of the places"));
+        };
+        let chosen = candidate(place);
+        let terms = model.terms(&request, &chosen, *share, *blocks, &fleet);
         Ok((
             place,
             open,

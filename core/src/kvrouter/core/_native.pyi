@@ -1,5 +1,4 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from kvrouter.core.interface import (
     ApplySummary,
@@ -76,10 +75,7 @@ class ForecastModel:
         self,
         request: tuple[int, int, float, float],
         loads: bytes,
-        request_limits: Any,
-        relative_latency: Any,
-        reuse_chance: Any,
-        columns: tuple[Any, ...],
+        columns: tuple[bytes, ...],
         draw: Callable[[list[int]], int],
     ) -> ForecastChoice: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 ForecastChoice: TypeAlias = tuple[int, int, int, float, float, bool, bool, int, bool, bytes]
 """The chosen candidate, and the terms of all; see ``ForecastModel.choose``."""
@@ -21,10 +21,7 @@ class ForecastModel(Protocol):
         self,
         request: tuple[int, int, float, float],
         loads: bytes,
-        request_limits: Any,
-        relative_latency: Any,
-        reuse_chance: Any,
-        columns: tuple[Any, ...],
+        columns: tuple[bytes, ...],
         draw: Callable[[list[int]], int],
     ) -> ForecastChoice:
         """Chooses among the candidates of the lowest cost with a free slot, or among all if none has a free slot.
@@ -32,11 +29,9 @@ class ForecastModel(Protocol):
         Args:
             request: (prompt tokens, block size, latency calibration, seconds of the clock).
             loads: The load of the candidates, with the request's blocks, packed as in ``LoadColumns``.
-            request_limits: A buffer of float64, how many requests each candidate may have.
-            relative_latency: A buffer of float64, the relative latency of each candidate.
-            reuse_chance: A buffer of float64, the mean chance that a block in each candidate's KV cache is used again.
-            columns: Four buffers of int64, columns of a scheduling context: overlap blocks, queued blocks, total blocks
-                and tokens per step.
+            columns: Further packed columns of a scheduling context. Four of int64: overlap blocks, queued blocks, total
+                blocks and tokens per step; and three of float64: the bookings that the candidate may have, its relative
+                latency, and the chance that a block in its KV cache is used again.
             draw: Chooses among several places of equal cost.
 
         Returns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,13 +23,13 @@ class RankLoad(NamedTuple):
     prefill_requests: int = 0
 
 
-class Loads:
+class Loads(msgspec.Struct, frozen=True, dict=True):
     """Load as columns of shape (ranks,), in the order of the registered ranks: views of the packed bytes."""
 
-    def __init__(self, packed: bytes, now: float) -> None:
-        """Takes the packed columns of ``kvrouter.core.LoadColumns``, and the time at which they were read, seconds."""
-        self.packed = packed
-        self.now = now
+    packed: bytes
+    """The columns, as in ``kvrouter.core.LoadColumns``."""
+    now: float
+    """Time at which they were read, seconds."""
 
     @cached_property
     def rows(self) -> NDArray[np.int64]:
