@@ -329,7 +329,7 @@ class Decisions:
         """Keeps a decision, at the expense of the oldest ones."""
         self._ring.append(decision)
         self._rows += len(decision.snapshot.worker_set.ranks)
-        while self._ring and (len(self._ring) > self.capacity or self._rows > self._max_rows):
+        while len(self._ring) > self.capacity or self._rows > self._max_rows:
             self._rows -= len(self._ring.popleft().snapshot.worker_set.ranks)
         if self._log_formulas and decision.context is not None:
             for formula in filter(None, map(decision.explanation.formula, range(len(decision.context.ranks)))):
