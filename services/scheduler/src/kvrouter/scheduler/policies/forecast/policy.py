@@ -1,8 +1,8 @@
 """Mode ``forecast``: the rank of least cost in time, without a weight to set.
 
 ``README.md`` beside this file has the formula, its terms with their reasons, and the effect of missing signals. The
-native core computes the terms (``core/rust/src/load/forecast.rs``); ``weigh`` computes the same without it, and a
-property test compares the two.
+native core computes the terms and chooses by them (``core/rust/src/load/forecast.rs``); ``choose_here`` does the same
+without it, and a property test compares the two.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ NATIVE: ForecastModel | None = FORECAST_MODEL and FORECAST_MODEL(
     output_tokens=OUTPUT_TOKENS,
     fit_tokens=FIT_TOKENS,
 )
-"""Computes ``weigh`` in a tenth of the time; None without the native core."""
+"""Does the same as ``choose_here`` in a tenth of the time; None without the native core."""
 
 
 T = TypeVar("T", float, NDArray[Any])
