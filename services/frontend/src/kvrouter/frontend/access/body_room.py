@@ -53,8 +53,11 @@ class BodyRooms:
         """Number of bodies waiting for room."""
         return len(self._waiting)
 
-    def try_take(self, room: BodyRoom, amount: int, *, has_waited: bool = False) -> bool:
-        """Takes further room for a body. Returns False if there is none, or if earlier bodies of its holder wait."""
+    def try_take(self, room: BodyRoom, amount: int, *, has_waited: bool = False, is_whole: bool = False) -> bool:
+        """Takes further room for a body. Returns False if there is none, or if earlier bodies of its holder wait.
+
+        ``is_whole``: whether all of the body has arrived, so it needs no further room.
+        """
         holder, is_oldest = room.holder, bool(self._reading) and self._is_oldest(room)
         if self._waiting and not has_waited and any(each.room.holder == holder for each in self._waiting):
             return False
@@ -66,7 +69,8 @@ class BodyRooms:
         if holder:
             self._note(holder, amount)
         room.size += amount
-        self._reading.setdefault(room)
+        if not is_whole:
+            self._reading.setdefault(room)
         return True
 
     async def wait(self, room: BodyRoom, amount: int) -> None:
@@ -174,11 +178,21 @@ class BodyRoom(Struct, eq=False):
         if amount > 0 and not self._rooms.try_take(self, amount):
             await self._rooms.wait(self, amount)
 
+    def try_hold_all(self, size: int) -> bool:
+        """Takes room for a body of which all bytes have arrived. Returns False if there is none at once."""
+        if size and not self._rooms.try_take(self, size, is_whole=True):
+            return False
+        self._note_size(size)
+        return True
+
     def is_read(self, size: int) -> None:
         """Notes that the whole body has so many bytes, and gives the rest of its room back."""
         if self.size > size:
             self._rooms.give_back(self, self.size - size)
         self._rooms.end_reading(self)
+        self._note_size(size)
+
+    def _note_size(self, size: int) -> None:
         self._unclaimed = size
         if self._grant is not None:
             self._grant.estimate(size // TOKEN_BYTES)

@@ -47,11 +47,12 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
     content = request.content
     if "Content-Encoding" not in request.headers and content.is_eof() and content.exception() is None:
         # All of it has arrived, as most bodies have with their headers.
-        _check_size(content.total_bytes, limit)
-        await room.hold(content.total_bytes)
-        arrived = content.read_nowait()
-        room.is_read(len(arrived))
-        return arrived
+        size = content.total_bytes
+        _check_size(size, limit)
+        if not room.try_hold_all(size):
+            await room.hold(size)
+            room.is_read(size)
+        return content.read_nowait()
     if not request.body_exists:
         return b""
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
