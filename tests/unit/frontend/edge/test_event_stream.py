@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import HttpVersion10, HttpVersion11, web
-from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
+from kvrouter.frontend.edge.event_stream import EventStream, JsonResponse, StepWriter
 
 
 class Connection(asyncio.Transport):
@@ -105,3 +105,17 @@ async def test_a_client_that_has_left_does_not_stop_the_writes_of_others() -> No
     await step()
     assert not left.written
     assert b"data: kept" in connection.written
+
+
+@pytest.mark.parametrize(("version", "ends"), [(HttpVersion11, b""), (HttpVersion10, b"Connection: keep-alive\r\n")])
+def test_a_whole_response_is_one_write(version: Any, ends: bytes) -> None:
+    connection = Connection()
+    request = SimpleNamespace(version=version, keep_alive=True, protocol=SimpleNamespace(transport=connection))
+    response = JsonResponse(cast(web.Request, request), b"{}", {"x-request-id": "a"})
+    head, _, body = connection.written.partition(b"\r\n\r\n")
+    assert (connection.writes, body, response.keep_alive) == (1, b"{}", True)
+    assert head.startswith(b"HTTP/1.%d 200 OK\r\nx-request-id: a\r\n" % version.minor)
+    assert b"\r\nContent-Type: application/json; charset=utf-8\r\nContent-Length: 2\r\n" in head
+    assert (head + b"\r\n").endswith(b" GMT\r\n" + ends)
+    with pytest.raises(ValueError, match="line breaks"):
+        JsonResponse(cast(web.Request, request), b"{}", {"x-request-id": "a\r\nb: c"})

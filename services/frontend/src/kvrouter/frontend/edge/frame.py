@@ -210,7 +210,11 @@ class ResponseFrame:
             "model": self.request.fields.model,
         }
 
-    def usage(self) -> dict[str, Any]:
+    def whole(self, choices: Sequence[dict[str, Any]]) -> bytes:
+        """Returns a response with choices, or the last chunk of one without, as JSON."""
+        return msgspec.json.encode({**self.envelope(), "choices": choices, **self._usage()})
+
+    def _usage(self) -> dict[str, Any]:
         """Returns the numbers of tokens, and how the first sequence was routed."""
         prompt_tokens = output_tokens = 0
         details: defaultdict[str, int] = defaultdict(int)

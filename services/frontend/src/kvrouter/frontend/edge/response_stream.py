@@ -36,8 +36,7 @@ class ResponseStream:
         if self._flushing is not None:
             await self._flushing
         if self._frame.request.includes_usage:
-            closing = self._frame.envelope() | {"choices": []} | self._frame.usage()
-            self._events.write_event(msgspec.json.encode(closing))
+            self._events.write_event(self._frame.whole([]))
         self._events.write_event(b"[DONE]")
         self._events.end()
 

@@ -25,9 +25,8 @@ class WholeResponse(WholeSink):
 
     def body(self) -> bytes:
         """Returns the response as JSON."""
-        frame = self._frame
-        choices = [self._choice(index, sequence.whole()) for index, sequence in sorted(self._sequences.items())]
-        return msgspec.json.encode(frame.envelope() | {"choices": choices} | frame.usage())
+        sequences = sorted(self._sequences.items())
+        return self._frame.whole([self._choice(index, sequence.whole()) for index, sequence in sequences])
 
     def _choice(self, index: int, whole: Piece) -> dict[str, Any]:
         frame = self._frame
@@ -136,10 +135,13 @@ class WholeCompletion:
 
     def body(self) -> bytes:
         """Returns the response as JSON."""
-        frame = self._frame
-        whole = Piece("", self._token_ids, (), (), self._finish_reason, None)
-        choice = {"index": 0, "text": ""} | _details(frame, 0, whole, 0, with_prompt=True)
-        return msgspec.json.encode(frame.envelope() | {"choices": [choice]} | frame.usage())
+        frame, reason = self._frame, self._finish_reason
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": reason, "stop_reason": None}
+        if frame.returns_token_ids:
+            choice["token_ids"] = encode_token_ids(self._token_ids)
+        if frame.returns_prompt:
+            choice["prompt_token_ids"] = frame.prompt_json(0)
+        return frame.whole([choice])
 
 
 class CompletionStream(ResponseStream):

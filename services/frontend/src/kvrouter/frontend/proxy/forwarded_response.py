@@ -184,7 +184,8 @@ class TranslatedResponse(ForwardedResponse):
             body = self._error(body, self._status)
         headers["Content-Length"] = str(len(body))
         self.stream = EventStream(self._request, self._writer, status=self._status, headers=headers)
-        self.stream.write_whole(body)
+        self.stream.write_bytes(body)
+        self.stream.end()
 
     def fail(self, error: dict[str, Any]) -> None:
         """Ends a begun response with an error."""
