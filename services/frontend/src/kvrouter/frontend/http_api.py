@@ -32,7 +32,7 @@ from kvrouter.frontend.edge.middlewares import (
 )
 from kvrouter.frontend.edge.model_name import NamedModel, renamed
 from kvrouter.frontend.edge.model_objects import model_objects, named_objects
-from kvrouter.frontend.edge.request_fields import checked_request_id, conversation_of, in_conversation, with_headers
+from kvrouter.frontend.edge.request_fields import add_headers, checked_request_id, conversation_of, in_conversation
 from kvrouter.frontend.edge.response_stream import NamedEvents
 from kvrouter.frontend.edge.text_request import TextRequest
 from kvrouter.frontend.edge.text_responses import CompletionStream, StreamedResponse, WholeCompletion, WholeResponse
@@ -247,7 +247,7 @@ class HttpApi:
         """Runs a chat and returns it as one response or as server-sent events."""
         self._check_text(len(body))
         chat = await self._work.read(parse_chat, body)
-        chat.fields = with_headers(chat.fields, request, self._conversations)
+        add_headers(chat.fields, request, self._conversations)
         return await self._run_text(request, chat)
 
     def _forwarding(self, handler: _BodyHandler, api: type[TranslatedRequest] | None = None) -> _BodyHandler:
@@ -266,7 +266,7 @@ class HttpApi:
 
             translated, chat = await self._work.read(read, body)
             try:
-                chat.fields = with_headers(chat.fields, request, self._conversations)
+                add_headers(chat.fields, request, self._conversations)
                 return await self._run_text(request, chat, translated)
             except KvRouterError as error:
                 translated.rename(error)
@@ -323,7 +323,8 @@ class HttpApi:
         limit = self._frontend.runner.limits.max_prompt_tokens
         parse = partial(parse_completion, max_prompt_tokens=limit, check_text=check_text)
         completion = await self._work.read(parse, body)
-        completion.fields = fields = with_headers(completion.fields, request, self._conversations)
+        fields = completion.fields
+        add_headers(fields, request, self._conversations)
         prompt = completion.plain_prompt
         if prompt is None or self._frontend.models.has_text(fields.model):
             return await self._run_text(request, completion)

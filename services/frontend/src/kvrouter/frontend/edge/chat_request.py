@@ -60,7 +60,7 @@ def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return function if isinstance(function, dict) else {}
 
 
-class ChatFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ChatFields(SharedFields, forbid_unknown_fields=True, kw_only=True):
     """Fields of the body."""
 
     messages: list[dict[str, Any]]

@@ -19,7 +19,7 @@ _TEXTS = re.compile(rb'\s*(?:"|\[\s*["\[])')
 """Begin of a prompt other than a list of token ids: a text, or a list of texts or lists."""
 
 
-class CompletionFields(SharedFields, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CompletionFields(SharedFields, forbid_unknown_fields=True, kw_only=True):
     """Fields of the body. Fields for engines alone are refused instead of silently dropped."""
 
     prompt: msgspec.Raw

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -41,6 +41,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 
+_numbers = attrgetter("n", "seed", "worker_id", "router_config_override")
+_NO_NUMBERS = (None,) * 4
 _CONSTRAINTS_OF_OUTPUT = (*GUIDED, "structured_outputs", "response_format")
 _UNCONSTRAINED = (None,) * len(_CONSTRAINTS_OF_OUTPUT)
 _constraints = attrgetter(*_CONSTRAINTS_OF_OUTPUT)
@@ -72,10 +74,7 @@ class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
     active_prefill_tokens_threshold: UInt64 | None = None
 
 
-_F = TypeVar("_F", bound="SharedFields")
-
-
-class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SharedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of chats and completions: OpenAI's, vLLM's and our own. None stands for the default."""
 
     model: str
@@ -175,6 +174,19 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Raises:
             BadRequest: a field is out of range or not supported.
         """
+        if prompts > 1 or _numbers(self) != _NO_NUMBERS:
+            self._check_numbers(prompts)
+        if self.stop is not None:
+            self.stop_strings()
+        check_defaults(self)
+        if (options := self.stream_options) is not None:
+            if not self.stream:
+                raise invalid("stream_options", "stream is not true", "Set stream, or leave it out.")
+            if options.continuous_usage_stats:
+                raise unsupported("stream_options.continuous_usage_stats")
+        return self.structured_output()
+
+    def _check_numbers(self, prompts: int) -> None:
         numbers = {"seed": self.seed, "worker_id": self.worker_id}
         if (override := self.router_config_override) is not None:
             threshold = "active_prefill_tokens_threshold"
@@ -188,15 +200,6 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"received {sequences}",
                 "Send fewer prompts, or a smaller n.",
             )
-        if self.stop is not None:
-            self.stop_strings()
-        check_defaults(self)
-        if (options := self.stream_options) is not None:
-            if not self.stream:
-                raise invalid("stream_options", "stream is not true", "Set stream, or leave it out.")
-            if options.continuous_usage_stats:
-                raise unsupported("stream_options.continuous_usage_stats")
-        return self.structured_output()
 
     def structured_output(self) -> Constraint | None:
         """Returns what constrains the output; None if nothing does.
@@ -209,8 +212,8 @@ class SharedFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return read_structured_output(dict(zip(_CONSTRAINTS_OF_OUTPUT, given, strict=True)))
 
 
-def with_headers(fields: _F, request: web.BaseRequest, conversations: ConversationIds) -> _F:
-    """Returns fields with what headers say: ``x-request-id``, ``x-data-parallel-rank`` as for vLLM, the conversation.
+def add_headers(fields: SharedFields, request: web.BaseRequest, conversations: ConversationIds) -> None:
+    """Adds to fields what headers say: ``x-request-id``, ``x-data-parallel-rank`` as for vLLM, the conversation.
 
     Fields of the body take precedence. Without an id the request gets a generated one. The model is that which was
     chosen for the client's name.
@@ -221,19 +224,13 @@ def with_headers(fields: _F, request: web.BaseRequest, conversations: Conversati
     if fields.request_id:
         check_request_id(fields.request_id, MAX_REQUEST_ID_BYTES, "request_id")
         _REQUEST_ID.set(fields.request_id)  # An error names it too.
-    changes: dict[str, Any] = {}
-    if (model := chosen_model(fields.model)) != fields.model:
-        changes["model"] = model
+    fields.model = chosen_model(fields.model)
     request_id = checked_request_id(request)
-    if not fields.request_id:
-        changes["request_id"] = request_id
+    fields.request_id = fields.request_id or request_id
     rank = requested_rank(request.headers)
-    if rank is not None and fields.dp_rank is None:
-        changes["dp_rank"] = rank
-    conversation = conversation_of(request, conversations, fields.conversation_id, fields.prompt_cache_key)
-    if conversation != (fields.conversation_id or ""):
-        changes["conversation_id"] = conversation
-    return msgspec.structs.replace(fields, **changes) if changes else fields
+    if fields.dp_rank is None:
+        fields.dp_rank = rank
+    fields.conversation_id = conversation_of(request, conversations, fields.conversation_id, fields.prompt_cache_key)
 
 
 def conversation_of(
