@@ -126,12 +126,12 @@ class FairBound:
             return False
         if self._wanting:
             self._wanting.pop(tenant, None)
-        use = self._tenants.get(tenant)
-        if use is None:
-            use = self._tenants[tenant] = _Use(0.0, 0, weight)
-        use.amount += amount
-        use.requests += requests
-        use.weight = weight
+        if (use := self._tenants.get(tenant)) is None:
+            self._tenants[tenant] = _Use(amount, requests, weight)
+        else:
+            use.amount += amount
+            use.requests += requests
+            use.weight = weight
         self.used += amount
         return True
 

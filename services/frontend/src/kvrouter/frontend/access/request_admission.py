@@ -18,6 +18,7 @@ bound does not apply while the size of the KV cache of a worker, or the slots of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,14 +53,15 @@ class AdmittedRequest(Struct, eq=False):
     """A request counting until it is ended. End it once."""
 
     bounds: OverloadBounds
-    model: _Model
     tenant: str
     size: int
     """Bytes of its prompt beyond those of its body."""
-    work: float
-    """Tokens of KV cache it takes."""
     prompt_tokens: int
     max_output_tokens: int
+    model: _Model | None = None
+    """Has its work; None if that is not bounded."""
+    work: float = 0.0
+    """Tokens of KV cache it takes."""
     grant: Grant | None = None
     """What it takes of its caller's limits."""
 
@@ -78,12 +80,11 @@ class AdmittedRequest(Struct, eq=False):
             unused_output = 0 if output_tokens is None else self.max_output_tokens - output_tokens
             self.grant.end_sequence(self.prompt_tokens - charged + unused_output)
         self.bounds.end(self.tenant, self.size)
-        model = self.model
-        if self.bounds.limits_work:
+        if (model := self.model) is not None:
             model.work.remove(self.tenant, self.work)
             model.slots.remove(self.tenant, 1)
-        if output_tokens:
-            model.mean_output += _SMOOTHING * (output_tokens - model.mean_output)
+            if output_tokens:
+                model.mean_output += _SMOOTHING * (output_tokens - model.mean_output)
 
 
 @dataclass(slots=True)
@@ -100,13 +101,11 @@ class OverloadBounds:
 
     def __init__(self, limits: OverloadLimits, registry: CollectorRegistry) -> None:
         self._limits = limits
-        self.limits_work = limits.work > 0
-        """Whether the work of models is bounded."""
         self._requests = FairBound(limits.requests)
         self._input_bytes = FairBound(limits.input_bytes)
         self.rooms = BodyRooms(self._input_bytes, lambda message: self._refusal("prompt_bytes", message))
         """Room for the bodies of requests."""
-        self._models: dict[str, _Model] = {}
+        self._models: defaultdict[str, _Model] = defaultdict(_Model)
         self._refused = Counter(
             "kvrouter_frontend_overload_refusals",
             "Requests refused because there is no room for them, by bound: requests, prompt_bytes or work.",
@@ -119,7 +118,7 @@ class OverloadBounds:
         bounds.add("requests_in_flight", lambda: self._requests.used, limits.requests)
         bounds.add("prompt_bytes_in_flight", lambda: self._input_bytes.used, limits.input_bytes)
         bounds.add("waiting_bodies", lambda: self.rooms.waiting, MAX_WAITING)
-        bounds.add("admitted_work_share", self._highest_work_share, float(self.limits_work))
+        bounds.add("admitted_work_share", self._highest_work_share, float(limits.work > 0))
 
     def admit(
         self,
@@ -143,31 +142,31 @@ class OverloadBounds:
         Raises:
             Overloaded: there is no room for it; nothing is counted then.
         """
-        name = views[0].descriptor.model
-        model = self._models.get(name)
-        if model is None:
-            model = self._models[name] = _Model()
         size = prompt_tokens * TOKEN_BYTES
         if room is not None:
             size = room.claim(size)
-        work = prompt_tokens + min(max_output_tokens or model.mean_output, model.mean_output)
         if not self._requests.try_add(tenant, weight, 1):
             raise self._refusal("requests", "this Frontend runs as many requests as it may")
         if size and not self._input_bytes.try_add(tenant, weight, size):
             self._requests.remove(tenant, 1)
             raise self._refusal("prompt_bytes", "this Frontend has no room for further prompts")
-        if self.limits_work and not self._try_work(model, views, tenant, weight, work):
+        admitted = AdmittedRequest(self, tenant, size, prompt_tokens, max_output_tokens)
+        if self._limits.work and not self._try_work(admitted, views, weight):
             self.end(tenant, size)
             raise self._refusal("work", "the workers of the model have more work than they can finish in time")
-        return AdmittedRequest(self, model, tenant, size, work, prompt_tokens, max_output_tokens)
+        return admitted
 
-    def _try_work(self, model: _Model, views: Sequence[ComponentView], tenant: str, weight: float, work: float) -> bool:
+    def _try_work(self, admitted: AdmittedRequest, views: Sequence[ComponentView], weight: float) -> bool:
         """Adds the work of a request and its slot. Returns False, and adds nothing, if there is no room for both."""
+        model = self._models[views[0].descriptor.model]
+        tenant, mean_output = admitted.tenant, model.mean_output
+        work = admitted.prompt_tokens + min(admitted.max_output_tokens or mean_output, mean_output)
         model.work.most = self._limits.work * _cache_tokens(views)
         model.slots.most = self._limits.work * _slots(views)
         if not model.slots.try_add(tenant, weight, 1):
             return False
         if model.work.try_add(tenant, weight, work):
+            admitted.model, admitted.work = model, work
             return True
         model.slots.remove(tenant, 1)
         return False
