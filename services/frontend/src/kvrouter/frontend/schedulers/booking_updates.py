@@ -232,7 +232,8 @@ class BookingUpdates:
             is_last: Whether no other call is unanswered. Updates that were sent then and are not acknowledged were
                 overtaken by later ones, and are sent again.
         """
-        for refused in response.refused:
+        # A copy, since the container's own iterator ends with an error, whose text takes longer than the copy.
+        for refused in response.refused[:]:
             booking = self._asserting.get(refused.number)
             if booking is not None:
                 self._note_refusal(booking, refused)

@@ -5,7 +5,7 @@ Nearly all pieces of a stream have only tokens: an ``Output``. The others are a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
 import msgspec
@@ -21,6 +21,7 @@ from kvrouter.v1.worker_pb2 import (
 
 OptionalField = Literal["cached_tokens", "finish_reason", "transfer_params"]
 
+_read_output = cast("Callable[[bytes], tuple[Sequence[int], FinishReason, int | None] | None]", read_output)
 _UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
 
 
@@ -69,7 +70,7 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
         Raises:
             DecodeError: it cannot be decoded.
         """
-        plain = read_output(encoded)
+        plain = _read_output(encoded)
         if plain is None:
             return cls.of(WorkerServiceGenerateResponse.FromString(encoded).output, encoded)
         token_ids, finish_reason, cached_tokens = plain
@@ -77,7 +78,7 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
             len(token_ids),
             token_ids,
             encoded,
-            finish_reason=cast(FinishReason, finish_reason),
+            finish_reason=finish_reason,
             cached_tokens=cached_tokens,
             is_of_worker=True,
         )
