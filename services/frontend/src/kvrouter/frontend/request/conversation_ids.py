@@ -38,9 +38,10 @@ class ConversationIds:
         """
         if conversation_id and (valid := self._valid(conversation_id, "conversation_id")):
             return valid
-        for name in self._headers:
-            if (value := headers.get(name)) and (valid := self._valid(value, "header")):
-                return valid
+        if not headers.keys().isdisjoint(self._headers):
+            for name in self._headers:
+                if (value := headers.get(name)) and (valid := self._valid(value, "header")):
+                    return valid
         return self._valid(prompt_cache_key, "prompt_cache_key") if prompt_cache_key else ""
 
     def _valid(self, value: str, source: str) -> str:
