@@ -120,8 +120,8 @@ class TextModels:
         components = self._directory.components
         if components is not self._counted:
             self._counted, self._registered = components, _registered_vocabularies(components.values())
-        text = self._loaded.get(model)
-        return max(0 if text is None else text.tokenizer.vocabulary_size, self._registered.get(model, 0))
+        text, registered = self._loaded.get(model), self._registered.get(model, 0)
+        return registered if text is None else max(text.tokenizer.vocabulary_size, registered)
 
     def get(self, model: str, field: str) -> ModelText:
         """Returns the tokenizer and template of a model, which a field of the request needs.
