@@ -71,15 +71,15 @@ def parse_completion(
     else:
         prompts = [prompt or TokenPrompt(text, limit=max_prompt_tokens)]
     constraint = fields.check(len(prompts))
-    top_logprobs = fields.logprobs or 0
-    if fields.echo and fields.logprobs is not None:
-        raise invalid(
-            "logprobs",
-            "prompts have none, and echo is true",
-            "Leave logprobs or echo out: workers that receive tokens report those of the output only.",
-        )
-    check_top_logprobs(top_logprobs, "logprobs")
-    if fields.best_of not in (None, fields.n or 1):
+    if fields.logprobs is not None:
+        if fields.echo:
+            raise invalid(
+                "logprobs",
+                "prompts have none, and echo is true",
+                "Leave logprobs or echo out: workers that receive tokens report those of the output only.",
+            )
+        check_top_logprobs(fields.logprobs, "logprobs")
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise unsupported("best_of")
     return TextRequest(
         fields,
@@ -88,6 +88,6 @@ def parse_completion(
         is_chat=False,
         echo=bool(fields.echo),
         logprobs=fields.logprobs is not None,
-        top_logprobs=top_logprobs,
+        top_logprobs=fields.logprobs or 0,
         constraint=constraint,
     )

@@ -218,9 +218,10 @@ class ResponseFrame:
         """Returns the numbers of tokens, and how the first sequence was routed."""
         prompt_tokens = output_tokens = 0
         details: defaultdict[str, int] = defaultdict(int)
-        for count in self.counts:
+        for index, count in enumerate(self.counts):
             output_tokens += count.output_tokens
-        for count in self.counts[:: self._sequences]:  # The first sequence of each prompt.
+            if index % self._sequences:
+                continue  # The first sequence of each prompt counts it.
             prompt_tokens += count.prompt_tokens
             if count.cached_tokens is not None:
                 details["cached_tokens"] += count.cached_tokens

@@ -144,6 +144,13 @@ class WholeCompletion:
         return frame.whole([choice])
 
 
+_AFTER_TOKENS = {
+    number: b',"logprobs":null,"finish_reason":%b,"stop_reason":null}]}' % msgspec.json.encode(name)
+    for number, name in FINISH_REASONS.items()
+}
+"""The text of a chunk after its token ids, by finish reason."""
+
+
 class CompletionStream(ResponseStream):
     """An OutputReceiver writing each piece as a chunk when it arrives. Kept tokens become one chunk."""
 
@@ -154,11 +161,6 @@ class CompletionStream(ResponseStream):
         self._count = frame.counts[0]
         self._before = b""
         """The text of a chunk before its token ids."""
-        self._after = {
-            number: b',"logprobs":null,"finish_reason":%b,"stop_reason":null}]}' % msgspec.json.encode(name)
-            for number, name in FINISH_REASONS.items()
-        }
-        """The text after them, by finish reason."""
         self._single_tokens: NumberedEvents | None = None
         """Writes chunks with one token and nothing else, as nearly all are; None until the first chunk is written."""
         self._unread_tokens = array("I")
@@ -198,7 +200,7 @@ class CompletionStream(ResponseStream):
         self._write_tokens(token_ids, self._unread_finish_reason)
 
     def _write_tokens(self, token_ids: Any, finish_reason: int) -> None:
-        before, after = self._before, self._after.get(finish_reason) or self._after[0]
+        before, after = self._before, _AFTER_TOKENS.get(finish_reason) or _AFTER_TOKENS[0]
         if notice := self._notices.pop(0, b""):
             after = b"%b%b}" % (after[:-1], notice)
         if not self._returns_token_ids:
@@ -209,4 +211,4 @@ class CompletionStream(ResponseStream):
             after = b',"prompt_token_ids":%b%b' % (self._frame.prompt_json(0), after)
         self._events.write_event(b'%b,"token_ids":%b%b' % (before, encode_token_ids(token_ids), after))
         if self._single_tokens is None and not self._prompt_is_due:
-            self._single_tokens = self._events.numbered(before + b',"token_ids":[', b"]" + self._after[0])
+            self._single_tokens = self._events.numbered(before + b',"token_ids":[', b"]" + _AFTER_TOKENS[0])
