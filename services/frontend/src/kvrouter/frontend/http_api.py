@@ -19,7 +19,7 @@ from kvrouter.frontend.edge.chat_request import parse_chat
 from kvrouter.frontend.edge.completion_request import parse_completion
 from kvrouter.frontend.edge.event_stream import EventStream, JsonResponse, StepWriter
 from kvrouter.frontend.edge.frame import ResponseFrame
-from kvrouter.frontend.edge.http_body import read_body
+from kvrouter.frontend.edge.http_body import arrived_body, read_body
 from kvrouter.frontend.edge.http_errors import INTERNAL, error_body, errors_as_json, with_retry_time
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES
 from kvrouter.frontend.edge.messages_request import MessagesRequest
@@ -154,7 +154,9 @@ class HttpApi:
             current_room.set(room)  # The request has a task of its own.
             try:
                 most = _MAX_BODY_BYTES if has_model and models.may_forward else limit
-                body = await read_body(request, room, limit=most, idle_seconds=idle_seconds)
+                body: _Body | None = arrived_body(request, room, limit=most)
+                if body is None:
+                    body = await read_body(request, room, limit=most, idle_seconds=idle_seconds)
                 if has_model and choices.rules:
                     return await self._at_chosen_model(handler, request, body)
                 return await handler(request, body)

@@ -29,6 +29,21 @@ ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflat
 """Encodings for decompression, with the window of zlib."""
 
 
+def arrived_body(request: web.Request, room: BodyRoom, *, limit: int) -> bytes | None:
+    """Returns a body that has arrived with its headers, as most have; None if ``read_body`` must read it.
+
+    Its room is taken if there is room at once.
+
+    Raises:
+        BodyTooLarge: it exceeds the limit.
+    """
+    content = request.content
+    if "Content-Encoding" in request.headers or not content.is_eof() or content.exception() is not None:
+        return None
+    _check_size(content.total_bytes, limit)
+    return content.read_nowait() if room.try_hold_all(content.total_bytes) else None
+
+
 async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_seconds: float) -> bytes | bytearray:
     """Reads a body and decompresses it according to its Content-Encoding.
 
@@ -45,14 +60,6 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
         web.HTTPRequestTimeout: no part of the body arrived within ``idle_seconds``, or it arrives too slowly.
     """
     content = request.content
-    if "Content-Encoding" not in request.headers and content.is_eof() and content.exception() is None:
-        # All of it has arrived, as most bodies have with their headers.
-        size = content.total_bytes
-        _check_size(size, limit)
-        if not room.try_hold_all(size):
-            await room.hold(size)
-            room.is_read(size)
-        return content.read_nowait()
     if not request.body_exists:
         return b""
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
