@@ -254,7 +254,14 @@ class HttpApi:
 
     def _forwarding(self, handler: _BodyHandler, api: type[TranslatedRequest] | None = None) -> _BodyHandler:
         """Returns a handler forwarding requests, which ``handler`` runs if they are not for engines' own APIs."""
-        return partial(self._forwarded, otherwise=handler, api=api)
+        models = self._frontend.models
+
+        def handle(request: web.Request, body: _Body) -> Awaitable[web.StreamResponse]:
+            if not models.may_forward:
+                return handler(request, body)
+            return self._forwarded(request, body, handler, api)
+
+        return handle
 
     def _translating(self, kind: type[TranslatedRequest]) -> _BodyHandler:
         """Returns a handler running requests of another API as chats, as one response or as events."""
@@ -323,8 +330,9 @@ class HttpApi:
             self._check_text(size)
 
         limit = self._frontend.runner.limits.max_prompt_tokens
-        parse = partial(parse_completion, max_prompt_tokens=limit, check_text=check_text)
-        completion = await self._work.read(parse, body)
+        completion = await self._work.read(
+            lambda body: parse_completion(body, max_prompt_tokens=limit, check_text=check_text), body
+        )
         fields = completion.fields
         add_headers(fields, request, self._conversations)
         prompt = completion.plain_prompt

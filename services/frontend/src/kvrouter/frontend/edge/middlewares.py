@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Collection, Sequence, Set
-from functools import partial
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -34,8 +33,12 @@ def cross_origin_headers(request: web.BaseRequest) -> dict[str, str]:
 def within(middlewares: Sequence[Middleware], handler: Handler) -> Handler:
     """Returns a handler within middlewares, of which the first one gets a request first."""
     for middleware in reversed(middlewares):
-        handler = partial(middleware, handler=handler)
+        handler = _within(middleware, handler)
     return handler
+
+
+def _within(middleware: Middleware, handler: Handler) -> Handler:
+    return lambda request: middleware(request, handler)  # A partial object takes longer to pass keywords on.
 
 
 def allowing(origins: Collection[str]) -> Middleware:

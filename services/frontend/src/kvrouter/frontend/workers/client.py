@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
-from functools import partial
 from typing import Protocol
 
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -145,7 +144,7 @@ class WorkerClient:
         attempt = WorkerAttempt(dispatch, self.health.begin(endpoint, dispatch.prompt_tokens), self.metrics)
         encoded = dispatch.request.encode(dispatch.prompt)
         connection = self._pool.connection(endpoint)
-        attempt.start(partial(connection.generate, encoded, deadline=deadline))
+        attempt.start(lambda receiver: connection.generate(encoded, receiver, deadline=deadline))
         return attempt
 
     async def answers(self, endpoint: str) -> bool:
