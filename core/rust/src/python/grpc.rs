@@ -4,12 +4,12 @@ use pyo3::prelude::*;
 
 use crate::grpc;
 
-/// Messages, number of short frames, size of the payloads and of the frames.
-type Messages<'a> = (Vec<&'a [u8]>, usize, usize, usize);
+/// Stream, messages, number of short frames, size of the payloads and of the frames.
+type Messages<'a> = (u32, Vec<&'a [u8]>, usize, usize, usize);
 
 /// Reads the messages at the beginning of an input; see `kvrouter.core.reference.grpc`.
 #[pyfunction]
-pub fn read_messages(data: &[u8], stream: u32, max_message_bytes: usize, short_bytes: usize) -> Messages<'_> {
-    let read = grpc::whole_messages(data, stream, max_message_bytes, short_bytes);
-    (read.messages, read.short_frames, read.payload_bytes, read.bytes)
+pub fn read_messages(data: &[u8], short_bytes: usize) -> Messages<'_> {
+    let read = grpc::whole_messages(data, short_bytes);
+    (read.stream, read.messages, read.short_frames, read.payload_bytes, read.bytes)
 }

@@ -10,37 +10,36 @@ _MAX_FRAME_BYTES = 1 << 14
 """Size of a frame's payload that every peer accepts."""
 
 
-def read_messages(
-    data: bytes, stream: int, max_message_bytes: int, short_bytes: int
-) -> tuple[list[bytes], int, int, int]:
+def read_messages(data: bytes, short_bytes: int) -> tuple[int, list[bytes], int, int, int]:
     """Returns the messages at the beginning of the input, up to the first frame that must be read in another way.
 
-    Such a frame is incomplete, is no DATA frame of the stream, has a flag, or contains anything but whole,
-    uncompressed messages of at most ``max_message_bytes``.
+    Such a frame is incomplete, is no DATA frame of the stream of the first one, has a flag, or contains anything but
+    whole, uncompressed messages.
 
     Returns:
-        The messages, the number of their frames with a payload of less than ``short_bytes``, the bytes of the payloads
-        and the bytes of the frames.
+        The stream, the messages, the number of their frames with a payload of less than ``short_bytes``, the bytes of
+        the payloads and the bytes of the frames.
     """
     messages: list[bytes] = []
-    short_frames = payload_bytes = position = 0
+    stream = short_frames = payload_bytes = position = 0
     while len(data) - position >= _FRAME_HEADER.size:
         high, low, kind, flags, number = _FRAME_HEADER.unpack_from(data, position)
         size, start = high << 8 | low, position + _FRAME_HEADER.size
-        payload = data[start : start + size]
-        if kind or flags or number & ~(1 << 31) != stream or size > _MAX_FRAME_BYTES or len(payload) < size:
+        number, payload = number & ~(1 << 31), data[start : start + size]
+        if kind or flags or (messages and number != stream) or size > _MAX_FRAME_BYTES or len(payload) < size:
             break
-        split = _split(payload, max_message_bytes)
+        split = _split(payload)
         if not split:
             break
+        stream = number
         messages += split
         short_frames += size < short_bytes
         payload_bytes += size
         position = start + size
-    return messages, short_frames, payload_bytes, position
+    return stream, messages, short_frames, payload_bytes, position
 
 
-def _split(payload: bytes, max_bytes: int) -> list[bytes]:
+def _split(payload: bytes) -> list[bytes]:
     """Returns the messages of a payload; none if it contains anything else."""
     messages: list[bytes] = []
     while payload:
@@ -48,7 +47,7 @@ def _split(payload: bytes, max_bytes: int) -> list[bytes]:
             return []
         compressed, size = _MESSAGE_HEADER.unpack_from(payload)
         message, payload = payload[_MESSAGE_HEADER.size :][:size], payload[_MESSAGE_HEADER.size + size :]
-        if compressed or size > max_bytes or len(message) < size:
+        if compressed or len(message) < size:
             return []
         messages.append(message)
     return messages

@@ -9,7 +9,6 @@ from urllib.parse import unquote
 
 import grpc
 from hpack.hpack import encode_integer
-from kvrouter.core import read_messages
 from kvrouter.net.http2.frames import (
     DATA,
     END_HEADERS,
@@ -29,7 +28,6 @@ from kvrouter.net.http2.frames import (
 from kvrouter.net.http2.side import (
     CONNECTION_WINDOW_BYTES,
     ITEMS_OF_SENT_FRAME,
-    LEAST_USEFUL_BYTES,
     MAX_HEADER_BYTES,
     Http2Side,
     Http2Violation,
@@ -146,23 +144,6 @@ class Http2Call(Http2Side):
         self._replies.append(frame(Kind.RST_STREAM, ErrorCode.CANCEL.to_bytes(4, "big"), stream=_STREAM))
         self._replies.append(frame(Kind.GOAWAY, bytes(4) + ErrorCode.NO_ERROR.to_bytes(4, "big")))
 
-    def receive(self, data: bytes) -> None:
-        """Processes bytes of the server. Nearly all reads contain only whole messages, which one native call reads.
-
-        Raises:
-            Http2Violation: the server broke a rule, or floods.
-        """
-        position = fruitless = 0
-        if self._status and not (self._unread or self._messages.begun or self.is_over or self._headers is not None):
-            messages, short_frames, payload_bytes, position = read_messages(
-                data, _STREAM, self._messages.max_bytes, LEAST_USEFUL_BYTES
-            )
-            self._consumed += payload_bytes
-            fruitless = short_frames - _ITEMS_OF_MESSAGE * len(messages)
-            for message in messages:
-                self.on_message(message)
-        self._take_frames(data, position, fruitless)
-
     def take(self) -> bytes:
         """Returns the bytes to write now, and forgets them."""
         chunks, self._replies, self._answer_bytes = self._replies, [], 0
@@ -214,6 +195,14 @@ class Http2Call(Http2Side):
         if flags & END_STREAM:
             self._end(grpc.StatusCode.UNKNOWN, "the server ended the call without a status")
         return messages * _ITEMS_OF_MESSAGE
+
+    def _take_messages(self, stream: int, messages: list[bytes], length: int) -> int | None:  # noqa: ARG002 - all of it
+        reader = self._messages
+        if stream != _STREAM or not self._status or reader.begun or reader.max_bytes < LEAST_MAX_FRAME_BYTES:
+            return None
+        for message in messages:
+            self.on_message(message)
+        return len(messages) * _ITEMS_OF_MESSAGE
 
     def _check_opening(self, stream: int) -> None:
         if stream != _STREAM:

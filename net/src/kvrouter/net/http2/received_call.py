@@ -14,7 +14,7 @@ from urllib.parse import quote
 import grpc
 import grpc.aio
 import hpack
-from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, Kind, frame, window_update
+from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, LEAST_MAX_FRAME_BYTES, Kind, frame, window_update
 from kvrouter.net.http2.options import MAX_MESSAGE_BYTES
 from kvrouter.net.http2.side import Compressed, Http2Violation, MessageReader, MessageTooLong, prefix
 
@@ -352,6 +352,30 @@ class ReceivedCall:
                 self._waiter.set_result(None)
             else:
                 self._allow()
+
+    def take_messages(self, messages: list[bytes], length: int) -> int | None:
+        """Takes the messages of ``length`` bytes of data that has nothing else, if they are processed as they arrive.
+
+        Returns:
+            The flood items that they restore; None if ``take`` must take the data.
+        """
+        reader = self._reader
+        if (
+            self._on_message is None
+            or not self._has_message
+            or self._half_closed
+            or reader.begun
+            or reader.max_bytes < LEAST_MAX_FRAME_BYTES
+            or self._unallowed + length > self._window_bytes
+            or self.connection.received.bytes > MAX_RECEIVED_BYTES
+        ):
+            return None
+        self._unallowed += length
+        for message in messages:
+            if not self.is_over:
+                self._on_message(message)
+        self._allow()
+        return len(messages) * _ITEMS_OF_MESSAGE
 
     def _fail(self, code: grpc.StatusCode, details: str) -> None:
         self._code, self._details = code, details

@@ -162,6 +162,10 @@ class ReceivedCalls(Http2Side):
             raise UnexpectedData(stream)
         return 0
 
+    def _take_messages(self, stream: int, messages: list[bytes], length: int) -> int | None:
+        call = self.calls.get(stream)
+        return None if call is None else call.take_messages(messages, length)
+
     def _check_opening(self, stream: int) -> None:
         if not stream & 1 or (stream <= self._last and stream not in self.calls):
             raise Http2Violation(f"received headers on stream {stream}, which cannot be opened")

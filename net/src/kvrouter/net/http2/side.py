@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 import hpack
+from kvrouter.core import read_messages
 from kvrouter.net.budgets import FloodBudget
 from kvrouter.net.http2.frames import (
     ACK,
@@ -181,26 +182,25 @@ class Http2Side(ABC):
         self._replies.append(frame(Kind.PING, bytes(8)))
 
     def receive(self, data: bytes) -> None:
-        """Processes bytes of the peer.
+        """Processes bytes of the peer. Nearly all reads contain only whole messages, which one native call reads.
 
         Raises:
             Http2Violation: the peer broke a rule, or floods.
         """
         if not self.has_begun and not (data := self._take_preface(data)):
             return
-        self._take_frames(data)
-
-    def _take_frames(self, data: bytes, position: int = 0, fruitless: int = 0) -> None:
-        """Processes the frames of a read.
-
-        Args:
-            data: The bytes of the read.
-            position: Where the first frame to process begins.
-            fruitless: Flood items of the frames before it: those with little data, less what their messages restore.
-        """
-        fruitless += len(data) < LEAST_USEFUL_BYTES
+        fruitless = int(len(data) < LEAST_USEFUL_BYTES)
+        """Flood items of the read so far: frames with little data, less what messages restore."""
         buffer = self._unread + data if self._unread else data
-        end = len(buffer)
+        position, end = 0, len(buffer)
+        if self._headers is None and not self.is_over:
+            stream, messages, short_frames, payload_bytes, size = read_messages(buffer, LEAST_USEFUL_BYTES)
+            restored = self._take_messages(stream, messages, payload_bytes) if messages else None
+            if restored is not None:
+                self._consumed += payload_bytes
+                # Each frame has a message, which restores at least the items of the frame and the read.
+                self.flood.earn(restored - short_frames - fruitless)
+                position, fruitless = size, 0
         while end - position >= HEADER_BYTES and not self.is_over:
             length, kind, flags, stream = read_frame_header(buffer, position)
             if length > LEAST_MAX_FRAME_BYTES:
@@ -248,6 +248,14 @@ class Http2Side(ABC):
     @abstractmethod
     def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> int:
         """Takes data, ``length`` bytes with padding; returns the flood items that its messages restore."""
+
+    @abstractmethod
+    def _take_messages(self, stream: int, messages: list[bytes], length: int) -> int | None:
+        """Takes the messages of ``length`` bytes of data that has only whole ones, each shorter than a frame.
+
+        Returns:
+            The flood items that they restore; None if they were not taken, so ``_take_data`` must take the data.
+        """
 
     @abstractmethod
     def _check_opening(self, stream: int) -> None:

@@ -1,0 +1,85 @@
+"""Messages that one native call reads have the same effects as those read frame by frame, on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, strategies as st
+from kvrouter.net.http2 import side as sides
+from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, PADDED, PREFACE, Kind, frame, settings, window_update
+from kvrouter.net.http2.http2_call import Http2Call
+from kvrouter.net.http2.received_call import Received, ReceivedCall
+from kvrouter.net.http2.received_calls import ReceivedCalls
+from kvrouter.net.http2.side import Http2Side, Http2Violation
+
+from .http2_server import data, headers, opened, prefixed
+
+_MESSAGES = st.lists(st.binary(max_size=400), max_size=4)
+_FRAMES = st.one_of(
+    _MESSAGES.map(lambda messages: data(b"".join(map(prefixed, messages)))),
+    st.binary(max_size=20).map(data),
+    st.sampled_from(
+        [
+            data(b""),
+            data(prefixed(b"x"), stream=3),
+            data(prefixed(b"x"), flags=END_STREAM),
+            data(b"\0" + prefixed(b"x"), flags=PADDED),
+            data(prefixed(b"x", compressed=1)),
+            data(prefixed(bytes(9_000)) + prefixed(bytes(9_000))[:7_000]),
+            data(prefixed(bytes(9_000))[7_000:]),
+            window_update(0, 1),
+            frame(Kind.RST_STREAM, bytes(4), stream=1),
+        ]
+    ),
+)
+
+
+def _client(received: list[bytes]) -> Http2Side:
+    call = Http2Call("/a.B/C", "host:1", "http", max_message_bytes=100_000)
+    call.on_message = received.append
+    call.receive(opened())
+    return call
+
+
+def _server(received: list[bytes]) -> Http2Side:
+    def begin(call: ReceivedCall) -> None:
+        call.start(received.append, lambda: received.append(b"half-closed"), lambda: None)
+
+    calls = ReceivedCalls(Received(), begin)
+    block = headers((":path", "/a.B/C"), flags=END_HEADERS)
+    calls.receive(PREFACE + settings({}) + block + data(prefixed(b"first")))
+    return calls
+
+
+def _effects(side: Any, received: list[bytes], chunks: Sequence[bytes]) -> tuple[object, ...]:
+    violation = ""
+    try:
+        for chunk in chunks:
+            side.receive(chunk)
+    except Http2Violation as error:
+        violation = str(error)
+    calls = [(call._unallowed, call.restored) for call in getattr(side, "calls", {}).values()]
+    return received, violation, side.flood._left, side._consumed, side._unread, calls, side.take()
+
+
+@pytest.mark.parametrize("make", [_client, _server])
+@given(st.lists(_FRAMES, max_size=12), st.lists(st.integers(1, 3_000), min_size=1, max_size=4))
+async def test_whole_messages_have_the_effects_of_their_frames(
+    make: Callable[[list[bytes]], Http2Side], frames: list[bytes], sizes: list[int]
+) -> None:
+    sent, chunks = b"".join(frames), []
+    while sent:
+        size = sizes[len(chunks) % len(sizes)]
+        chunks.append(sent[:size])
+        sent = sent[size:]
+
+    def effects() -> tuple[object, ...]:
+        received: list[bytes] = []
+        return _effects(make(received), received, chunks)
+
+    at_once = effects()
+    with patch.object(sides, "read_messages", lambda *_: (0, [], 0, 0, 0)):
+        assert at_once == effects()
