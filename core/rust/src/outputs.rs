@@ -1,4 +1,4 @@
-//! Reads a worker's pieces of output without a protobuf message: those with only tokens, and plain first and last ones.
+//! Reads a worker's pieces of output without a protobuf message.
 
 use crate::hash::TOKEN_BYTES;
 use crate::wire::{Fields, Value};
@@ -17,22 +17,6 @@ pub struct PlainOutput<'a> {
     pub tokens: &'a [u8],
     pub finish_reason: i32,
     pub cached_tokens: Option<u32>,
-}
-
-/// Token ids, little-endian u32, of an encoded `WorkerServiceGenerateResponse` that has nothing else but the engine's
-/// times of them. None if it has anything else, has no tokens, is encoded in an unusual way or is malformed.
-pub fn tokens_only(response: &[u8]) -> Option<&[u8]> {
-    let mut fields = fields_of_output(response)?;
-    let (TOKEN_IDS, Value::Bytes(tokens)) = fields.next().ok()?? else { return None };
-    if tokens.is_empty() || !tokens.len().is_multiple_of(TOKEN_BYTES) {
-        return None;
-    }
-    while let Some(field) = fields.next().ok()? {
-        if !is_time(field) {
-            return None;
-        }
-    }
-    Some(tokens)
 }
 
 /// Reads an encoded `WorkerServiceGenerateResponse` that may have the engine's times too. None if it has anything else,
@@ -78,10 +62,9 @@ mod tests {
 
     #[test]
     fn tokens_are_read_with_and_without_times() {
-        let plain = [10, 6, 10, 4, 57, 48, 0, 0];
-        assert_eq!(tokens_only(&plain), Some(&[57, 48, 0, 0][..]));
-        let timed = [10, 10, 10, 4, 57, 48, 0, 0, 18, 2, 0x80, 1];
-        assert_eq!(tokens_only(&timed), Some(&[57, 48, 0, 0][..]));
+        let expected = Some(PlainOutput { tokens: &[57, 48, 0, 0], ..Default::default() });
+        assert_eq!(plain_output(&[10, 6, 10, 4, 57, 48, 0, 0]), expected);
+        assert_eq!(plain_output(&[10, 10, 10, 4, 57, 48, 0, 0, 18, 2, 0x80, 1]), expected);
     }
 
     #[test]
@@ -100,17 +83,13 @@ mod tests {
     fn whatever_else_a_piece_has_is_left_to_others() {
         for response in [
             &[][..],
-            &[10, 0],
-            &[10, 2, 10, 0],                                 // no tokens
             &[10, 5, 10, 3, 57, 48, 0],                      // not a whole token
             &[10, 6, 10, 4, 57, 48, 0],                      // cut off
-            &[10, 8, 10, 4, 57, 48, 0, 0, 32, 2],            // a finish reason
-            &[10, 8, 10, 4, 57, 48, 0, 0, 24, 0],            // cached tokens
             &[10, 9, 10, 4, 57, 48, 0, 0, 18, 1, 0x80],      // a time without an end
             &[10, 6, 10, 4, 57, 48, 0, 0, 10, 2, 32, 2],     // a second output
             &[10, 12, 10, 4, 1, 0, 0, 0, 10, 4, 2, 0, 0, 0], // tokens in two parts
         ] {
-            assert_eq!(tokens_only(response), None, "{response:?}");
+            assert_eq!(plain_output(response), None, "{response:?}");
         }
     }
 }

@@ -29,7 +29,6 @@ NAMES = {
     "read_messages",
     "read_output",
     "read_responses",
-    "read_tokens",
     "tokens_from_json",
     "tokens_to_json",
     "write_calls",

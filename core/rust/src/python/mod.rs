@@ -29,7 +29,7 @@ pub use grpc::read_messages;
 pub use hashing::{local_hashes, sequence_hashes};
 pub use json_tokens::{find_json_value, json_flaw, tokens_from_json, tokens_to_json};
 pub use observations::Observations;
-pub use outputs::{read_output, read_tokens};
+pub use outputs::read_output;
 pub use predicted::PredictedIndex;
 pub use prefix_index::{ApplySummary, MemoryBudget, PrefixIndex};
 pub use sequences::ActiveSequences;

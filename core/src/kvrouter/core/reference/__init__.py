@@ -13,7 +13,7 @@ from kvrouter.core.reference.hashing import local_hashes, sequence_hashes
 from kvrouter.core.reference.json_tokens import find_json_value, json_flaw, tokens_from_json, tokens_to_json
 from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.observations import Observations
-from kvrouter.core.reference.outputs import read_output, read_tokens
+from kvrouter.core.reference.outputs import read_output
 from kvrouter.core.reference.predicted_index import PredictedIndex
 from kvrouter.core.reference.prefix_index import PrefixIndex
 from kvrouter.core.reference.speeds import LatencyCalibration, MeasuredFactor
@@ -38,7 +38,6 @@ __all__ = [
     "read_messages",
     "read_output",
     "read_responses",
-    "read_tokens",
     "sequence_hashes",
     "tokens_from_json",
     "tokens_to_json",

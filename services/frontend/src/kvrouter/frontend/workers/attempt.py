@@ -15,7 +15,7 @@ import grpc
 import msgspec
 import structlog
 from google.protobuf.message import DecodeError
-from kvrouter.core import read_tokens
+from kvrouter.core import read_output
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.failures import Fault, WorkerFailure, WorkerFate, fault_of
@@ -161,16 +161,19 @@ class WorkerAttempt:
         self._worker.pieces += 1
         if (self._over or self._finish_reason or self._worker.missed) and self._has_finished():
             return
-        token_ids = read_tokens(encoded) if self._has_output else None
-        if token_ids is not None and (count := len(token_ids)) <= self._left:
-            self._left -= count
-            try:
-                self._on_output(Output(count, token_ids, encoded))
-            except Exception as error:
-                self._receiver_failed(error)
-            return
+        plain = read_output(encoded)
+        if plain is not None and self._has_output:
+            token_ids, finish_reason, cached_tokens = plain
+            count = len(token_ids)
+            if not finish_reason and cached_tokens is None and count <= self._left:
+                self._left -= count
+                try:
+                    self._on_output(Output(count, token_ids, encoded))
+                except Exception as error:
+                    self._receiver_failed(error)
+                return
         try:
-            output = DetailedOutput.read(encoded)
+            output = DetailedOutput.read(encoded, plain)
         except DecodeError:
             self._end_failed(self._note("malformed", "sent a message that is no WorkerServiceGenerateResponse"))
         else:

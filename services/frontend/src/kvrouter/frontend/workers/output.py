@@ -5,11 +5,10 @@ Nearly all pieces of a stream have only tokens: an ``Output``. The others are a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, cast
 
 import msgspec
-from kvrouter.core import read_output
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
@@ -21,7 +20,6 @@ from kvrouter.v1.worker_pb2 import (
 
 OptionalField = Literal["cached_tokens", "finish_reason", "transfer_params"]
 
-_read_output = cast("Callable[[bytes], tuple[Sequence[int], FinishReason, int | None] | None]", read_output)
 _UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
 
 
@@ -64,13 +62,12 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
     """Whether it comes from a worker, not from an engine's OpenAI API."""
 
     @classmethod
-    def read(cls, encoded: bytes) -> DetailedOutput:
-        """Returns the piece in an encoded WorkerServiceGenerateResponse.
+    def read(cls, encoded: bytes, plain: tuple[tuple[int, ...], int, int | None] | None) -> DetailedOutput:
+        """Returns the piece in an encoded WorkerServiceGenerateResponse; ``plain`` is what ``read_output`` says of it.
 
         Raises:
             DecodeError: it cannot be decoded.
         """
-        plain = _read_output(encoded)
         if plain is None:
             return cls.of(WorkerServiceGenerateResponse.FromString(encoded).output, encoded)
         token_ids, finish_reason, cached_tokens = plain
@@ -78,7 +75,7 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
             len(token_ids),
             token_ids,
             encoded,
-            finish_reason=finish_reason,
+            finish_reason=cast(FinishReason, finish_reason),
             cached_tokens=cached_tokens,
             is_of_worker=True,
         )
