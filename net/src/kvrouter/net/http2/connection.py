@@ -221,8 +221,6 @@ class GrpcConnection(Endpoint):
             while not self._writing_paused:
                 if not call.blocked and (message := self._next_message()) is not None:
                     call.send(message)
-                elif not call.waiting:
-                    return
                 if not (data := call.take()):
                     return
                 transport.write(data)

@@ -10,7 +10,6 @@ from urllib.parse import unquote
 import grpc
 from hpack.hpack import encode_integer
 from kvrouter.net.http2.frames import (
-    DATA,
     END_HEADERS,
     END_STREAM,
     INITIAL_WINDOW_BYTES,
@@ -21,13 +20,11 @@ from kvrouter.net.http2.frames import (
     Kind,
     Setting,
     frame,
-    frame_header,
     settings,
     window_update,
 )
 from kvrouter.net.http2.side import (
     CONNECTION_WINDOW_BYTES,
-    ITEMS_OF_SENT_FRAME,
     MAX_HEADER_BYTES,
     Http2Side,
     Http2Violation,
@@ -95,9 +92,8 @@ class Http2Call(Http2Side):
         self._status = ""
         self._unsent: bytes | memoryview = b""
         """A message of which a part waits for the server's window. A long one is a view: its frames are no copies."""
-        self._unsent_prefix = b""
-        self._half_closes = False
-        """Whether the message is the last one."""
+        self._last_flags = 0
+        """Flags of the last frame of the message."""
         self._withheld: int | None = None
         """Bytes that the server is not allowed to send yet; None if all are allowed at once."""
         self.blocked = False
@@ -125,46 +121,29 @@ class Http2Call(Http2Side):
             ),
         ]
 
-    @property
-    def waiting(self) -> bool:
-        """Whether ``take`` may return bytes."""
-        return bool(self._replies or self.blocked)
-
     def send(self, message: bytes, *, last: bool = False) -> None:
         """Sends a message, perhaps the last one. The call must not be blocked."""
         self.blocked = True
-        self._half_closes = last
-        self._unsent_prefix = prefix(len(message))
-        self._unsent = message if len(message) < LEAST_MAX_FRAME_BYTES else memoryview(message)
+        self._last_flags = END_STREAM if last else 0
+        unsent = prefix(len(message)) + message
+        self._unsent = unsent if len(unsent) <= LEAST_MAX_FRAME_BYTES else memoryview(unsent)
 
     def cancel(self) -> None:
         """Ends the call."""
-        self._unsent_prefix = self._unsent = b""
+        self._unsent = b""
         self.blocked = False
         self._replies.append(frame(Kind.RST_STREAM, ErrorCode.CANCEL.to_bytes(4, "big"), stream=_STREAM))
         self._replies.append(frame(Kind.GOAWAY, bytes(4) + ErrorCode.NO_ERROR.to_bytes(4, "big")))
 
     def take(self) -> bytes:
         """Returns the bytes to write now, and forgets them."""
-        chunks, self._replies, self._answer_bytes = self._replies, [], 0
-        head, body, most = self._unsent_prefix, self._unsent, self._max_frame
-        left = size = len(head) + len(body)
-        if size > self._window or size > self._connection_window:
-            left = size = max(0, min(self._window, self._connection_window))
-        self._window -= size
-        self._connection_window -= size
-        self.flood.earn(ITEMS_OF_SENT_FRAME * -(-size // most))
-        while left:
-            size = min(left, most)
-            left -= size
-            first = head[:size]
-            rest = size - len(first)
-            flags = END_STREAM if self._half_closes and size == len(head) + len(body) else 0
-            chunks += (frame_header(size, DATA, flags, _STREAM), first, body[:rest])
-            head, body = head[size:], body[rest:]
-        self._unsent_prefix, self._unsent = head, body or b""
-        self.blocked = bool(head or body)
-        return b"".join(chunks)
+        if self.blocked:
+            sent = self._send_data(_STREAM, self._unsent, self._window, self._last_flags)
+            self._window -= sent
+            self._unsent = self._unsent[sent:] or b""
+            self.blocked = bool(self._unsent)
+        taken, self._replies, self._answer_bytes = b"".join(self._replies), [], 0
+        return taken
 
     def _end(self, code: grpc.StatusCode, details: str) -> None:
         self.ended = (code, details)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Final
 
 from kvrouter.net.http2.frames import (
-    DATA,
     END_STREAM,
     HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
@@ -16,7 +15,6 @@ from kvrouter.net.http2.frames import (
     Kind,
     Setting,
     frame,
-    frame_header,
     settings,
     window_update,
 )
@@ -24,7 +22,6 @@ from kvrouter.net.http2.options import CONNECTION_CALLS
 from kvrouter.net.http2.received_call import WINDOW_BYTES, Received, ReceivedCall
 from kvrouter.net.http2.side import (
     CONNECTION_WINDOW_BYTES,
-    ITEMS_OF_SENT_FRAME,
     MAX_HEADER_BYTES,
     Http2Side,
     Http2Violation,
@@ -116,21 +113,15 @@ class ReceivedCalls(Http2Side):
 
     def send(self, call: ReceivedCall) -> None:
         """Adds the unsent data of a call to the bytes to write, as far as there is room."""
-        data, start, end = memoryview(call.unsent), 0, len(call.unsent)
-        while start < end:
-            room = _MAX_UNWRITTEN_BYTES - self._unwritten
-            size = min(end - start, _TURN_BYTES - start, call.window, self._connection_window, self._max_frame, room)
-            if size <= 0:
-                call.unsent = data[start:]
-                self._waiting[call] = None
-                return
-            call.window -= size
-            self._connection_window -= size
-            self.flood.earn(ITEMS_OF_SENT_FRAME)
-            self._replies += (frame_header(size, DATA, 0, call.number), data[start : start + size])
-            self._unwritten += HEADER_BYTES + size
-            start += size
-        call.unsent = b""
+        unsent = call.unsent if len(call.unsent) <= self._max_frame else memoryview(call.unsent)
+        sent = self._send_data(
+            call.number, unsent, min(_TURN_BYTES, call.window, _MAX_UNWRITTEN_BYTES - self._unwritten)
+        )
+        call.window -= sent
+        self._unwritten += sent + HEADER_BYTES * -(-sent // self._max_frame)
+        call.unsent = unsent[sent:] or b""
+        if call.unsent:
+            self._waiting[call] = None
 
     def drain(self) -> None:
         """Refuses new calls, and says so."""

@@ -30,6 +30,7 @@ from kvrouter.net.http2.frames import (
     Kind,
     Setting,
     frame,
+    frame_header,
     read_frame_header,
     read_settings,
 )
@@ -44,7 +45,7 @@ _MAX_REPLY_BYTES: Final = 64 << 10
 _FLOOD_ITEMS: Final = 1_000
 _FLOOD_SECONDS: Final = 10.0
 """Frames without a message a peer may send in this time. They take some 20 ms of a core to read."""
-ITEMS_OF_SENT_FRAME: Final = 4
+_ITEMS_OF_SENT_FRAME: Final = 4
 """Flood items that sent data restore, for the answers of a peer: window updates of stream and connection, a measuring
 ping, settings."""
 _HEADER_ITEM_BYTES: Final = 16
@@ -236,6 +237,22 @@ class Http2Side(ABC):
             self._allow(self._consumed)
             self._consumed = 0
             self.wake()
+
+    def _send_data(self, stream: int, data: bytes | memoryview, most: int, last_flags: int = 0) -> int:
+        """Adds data of a stream to the frames to write, at most some bytes and what the peer accepts on the connection.
+
+        ``last_flags`` are the flags of the frame with its end. Returns the size of the added data.
+        """
+        end = min(len(data), most, self._connection_window)
+        start = 0
+        while start < end:
+            size = min(end - start, self._max_frame)
+            flags = last_flags if start + size == len(data) else 0
+            self._replies += (frame_header(size, DATA, flags, stream), data[start : start + size])
+            self._connection_window -= size
+            self.flood.earn(_ITEMS_OF_SENT_FRAME)
+            start += size
+        return start
 
     def _take_preface(self, data: bytes) -> bytes:
         """Takes the bytes before the first frame, and returns what follows them."""
