@@ -14,7 +14,7 @@ from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
-from kvrouter.frontend.workers.output import Output
+from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.runtime.tracing import Kind, Span, span
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.texts import rank_text
@@ -128,20 +128,24 @@ class Progress(msgspec.Struct, eq=False):
                 self.kept.pieces.append(output.token_ids)
             if output_tokens > self.booking.room and not output.finish_reason:
                 self._report()
-        if output.cached_tokens is not None and self.cached_tokens is None:
-            self.cached_tokens, self.lower_cached_tokens = output.cached_tokens, output.lower_cached_tokens
-            if not self.continues:
-                booking = self.booking
-                self.metrics.found_cached(output.cached_tokens, booking.predicted_cached_tokens, booking.prompt_tokens)
-                if output.lower_cached_tokens is not None:
-                    for tier, count in self.metrics.lower_cached_tokens.items():
-                        count.value += getattr(output.lower_cached_tokens, tier)
-            else:
-                # The client has received what the first worker found, of the prompt that it sent.
-                output = output.without("cached_tokens")
+        self.receiver.output(self._noted(output) if isinstance(output, DetailedOutput) else output)
+
+    def _noted(self, output: DetailedOutput) -> Output:
+        """Takes what a piece has besides tokens. Returns what the client gets of it."""
         if output.finish_reason:
             self.is_whole = output.finish_reason not in _BROKEN_OFF
-        self.receiver.output(output)
+        if output.cached_tokens is None or self.cached_tokens is not None:
+            return output
+        self.cached_tokens, self.lower_cached_tokens = output.cached_tokens, output.lower_cached_tokens
+        if self.continues:
+            # The client has received what the first worker found, of the prompt that it sent.
+            return output.without("cached_tokens")
+        booking = self.booking
+        self.metrics.found_cached(output.cached_tokens, booking.predicted_cached_tokens, booking.prompt_tokens)
+        if output.lower_cached_tokens is not None:
+            for tier, count in self.metrics.lower_cached_tokens.items():
+                count.value += getattr(output.lower_cached_tokens, tier)
+        return output
 
     def end(self) -> None:
         """Frees the booking."""
