@@ -94,9 +94,13 @@ fn is_nested(array: &[u8]) -> bool {
 }
 
 /// Where the first of the wanted bytes is; fast, since a chunk is searched without a branch for each byte.
-pub(crate) fn find<const N: usize>(text: &[u8], wanted: [u8; N]) -> Option<usize> {
+fn find<const N: usize>(text: &[u8], wanted: [u8; N]) -> Option<usize> {
+    find_by(text, |byte| wanted.iter().fold(0, |found, each| found | u8::from(byte == each)))
+}
+
+/// Does the same with a function that returns 1 for a wanted byte, and 0 for another one.
+pub(crate) fn find_by(text: &[u8], is_wanted: impl Fn(&u8) -> u8) -> Option<usize> {
     // Bits of a byte each: of booleans the compiler makes no vectors.
-    let is_wanted = |byte: &u8| wanted.iter().fold(0, |found, each| found | u8::from(byte == each));
     let (chunks, _) = text.as_chunks::<CHUNK>();
     let contains = |chunk: &[u8; CHUNK]| chunk.iter().fold(0, |found, byte| found | is_wanted(byte)) != 0;
     let start = CHUNK * chunks.iter().position(contains).unwrap_or(chunks.len());

@@ -29,6 +29,7 @@ NAMES = {
     "read_messages",
     "read_output",
     "read_responses",
+    "split_json",
     "tokens_from_json",
     "tokens_to_json",
     "write_calls",

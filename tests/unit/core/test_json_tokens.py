@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from types import ModuleType
 
+import msgspec
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from kvrouter.core import NotATokenId
 
 from .conftest import implementation
@@ -178,3 +180,85 @@ def test_a_text_that_can_be_read_in_two_ways_is_described(core: ModuleType, text
     found = core.json_flaw(text)
     assert flaw in found
     assert bool(found) == bool(flaw)
+
+
+class Skipped(msgspec.Struct):
+    """Fields that msgspec skips, as it does unknown ones."""
+
+    a: msgspec.Raw = msgspec.Raw()
+    b: msgspec.Raw = msgspec.Raw()
+
+
+SKIPPED = msgspec.json.Decoder(Skipped)
+EDITS = st.sampled_from(
+    [
+        *(b"", b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b" ", b"\t\r\n", b"\x00", b"\x1f", b"\x7f", b"\x0b"),
+        *(b"0", b"1", b"-", b"+", b".", b"e", b"E", b"1.5e-3", b"-0", b"9" * 5000, b"1e999", b"NaN", b"Infinity"),
+        *(b"true", b"fals", b"null", b"data:", b'"data:', b'\\"data:', b'"a":', b',"b":1', b"\\u0061", b"\\u+061"),
+        *(b"\\ud83d", b"\\ude42", b"\\uDBFF\\uDC00", b"\\ud83d\\u0061", b"\\u00", b"\\x", b"\\/", b"\xff", b"\xc3\xa9"),
+        *(b"\xef\xbb\xbf", b"\xed\xa0\x80", b"[" * 50, b"[" * 50 + b"]" * 50),
+    ]
+)
+
+
+@st.composite
+def edited(draw: st.DrawFn) -> bytes:
+    """Returns the text of an object, in which a few bytes are replaced by others."""
+    fields = draw(st.lists(st.tuples(NAMES, NESTED), max_size=5).map(Fields))
+    text = bytearray(written(fields, draw(st.booleans())).encode())
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(text)))
+        text[at : at + draw(st.integers(0, 2))] = draw(EDITS)
+    return bytes(text)
+
+
+@settings(max_examples=500)
+@given(edited())
+def test_values_are_taken_out_of_just_the_texts_that_msgspec_reads(core: ModuleType, text: bytes) -> None:
+    split = core.split_json(text, ["a", "b"])
+    try:
+        read = SKIPPED.decode(text)
+    except msgspec.DecodeError:
+        assert split is None
+        return
+    if split is None:
+        assert core.json_flaw(text) or b"[" * 50 in text
+        return
+    rest, values, has_data_url = split
+    assert values == [bytes(read.a), bytes(read.b)]
+    assert [bytes(each) for each in msgspec.structs.astuple(SKIPPED.decode(rest))] == [
+        each and b"null" for each in values
+    ]
+    assert has_data_url == (b'"data:' in text)
+    assert not core.json_flaw(text)
+
+
+@settings(max_examples=500)
+@given(edited())
+def test_both_implementations_read_the_same_of_edited_texts(text: bytes) -> None:
+    cores = [implementation(name, "split_json") for name in IMPLEMENTATIONS]
+    split = [core.split_json(text, ["b", "a"]) for core in cores]
+    assert split[0] == split[-1]
+    with contextlib.suppress(msgspec.DecodeError):
+        SKIPPED.decode(text)
+        flaws = [bool(core.json_flaw(text)) for core in cores]  # Only texts that msgspec reads are described.
+        assert flaws[0] == flaws[-1]
+
+
+def test_nothing_is_taken_out_of_a_text_that_is_nested_deeply_or_has_a_field_twice(core: ModuleType) -> None:
+    def nested(depth: int) -> bytes:
+        return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+    assert core.split_json(nested(100), ["a"]) is not None
+    assert core.split_json(nested(101), ["a"]) is None
+    assert core.split_json(b'{"a":[{"b":1,"\\u0062":2}]}', ["a"]) is None
+    assert core.split_json(b"{" + b",".join(b'"%d":1' % number for number in range(65_537)) + b"}", ["a"]) is None
+
+
+def test_only_fields_of_the_object_itself_are_taken_out(core: ModuleType) -> None:
+    text = bytearray(b' {"c":{"a":1}, "\\u0062" : [2 ,{}] , "d":"b"} ')
+    assert core.split_json(text, ("a", "b")) == (
+        b' {"c":{"a":1}, "\\u0062" : null , "d":"b"} ',
+        [b"", b"[2 ,{}]"],
+        False,
+    )

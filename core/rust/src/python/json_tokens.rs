@@ -1,6 +1,9 @@
 //! Token ids as JSON arrays, as Python calls it.
 
+use std::ops::Range;
+
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyBytes;
 
 use super::{buffers, interface};
@@ -37,6 +40,32 @@ pub fn find_json_value(py: Python<'_>, text: &Bound<'_, PyAny>, field: &str) -> 
 pub fn json_flaw(py: Python<'_>, text: &Bound<'_, PyAny>) -> PyResult<String> {
     let text = buffers::bytes(text)?;
     Ok(text.with(py, text.as_slice().len() > LONG, json_fields::flaw).unwrap_or_default())
+}
+
+/// Takes the values of fields out of a JSON object; see `kvrouter.core.reference.json_tokens`.
+#[pyfunction]
+#[allow(clippy::type_complexity)]
+pub fn split_json<'py>(
+    py: Python<'py>,
+    text: &Bound<'py, PyAny>,
+    fields: Vec<PyBackedStr>,
+) -> PyResult<Option<(Bound<'py, PyBytes>, Vec<Bound<'py, PyBytes>>, bool)>> {
+    let text = buffers::bytes(text)?;
+    let fields: Vec<&[u8]> = fields.iter().map(|field| field.as_bytes()).collect();
+    let found = text.with(py, text.as_slice().len() > LONG, |text| json_fields::find_values(text, &fields));
+    let (Some(mut found), text) = (found, text.as_slice()) else { return Ok(None) };
+    let part = |range: Range<usize>| text.get(range).unwrap_or_default();
+    let values = found.ranges.iter().map(|range| PyBytes::new(py, part(range.clone()))).collect();
+    found.ranges.retain(|range| !range.is_empty());
+    found.ranges.sort_by_key(|range| range.start);
+    let (mut rest, mut at) = (Vec::new(), 0);
+    for range in found.ranges {
+        rest.extend_from_slice(part(at..range.start));
+        rest.extend_from_slice(b"null");
+        at = range.end;
+    }
+    rest.extend_from_slice(part(at..text.len()));
+    Ok(Some((PyBytes::new(py, &rest), values, found.has_data_url)))
 }
 
 /// Writes token ids as a JSON array.

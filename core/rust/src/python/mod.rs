@@ -27,7 +27,7 @@ pub use event_recorder::EventRecorder;
 pub use forecast::ForecastModel;
 pub use grpc::read_messages;
 pub use hashing::{local_hashes, sequence_hashes};
-pub use json_tokens::{find_json_value, json_flaw, tokens_from_json, tokens_to_json};
+pub use json_tokens::{find_json_value, json_flaw, split_json, tokens_from_json, tokens_to_json};
 pub use observations::Observations;
 pub use outputs::read_output;
 pub use predicted::PredictedIndex;

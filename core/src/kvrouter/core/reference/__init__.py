@@ -10,7 +10,13 @@ from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.event_recorder import EventRecorder
 from kvrouter.core.reference.grpc import read_messages
 from kvrouter.core.reference.hashing import local_hashes, sequence_hashes
-from kvrouter.core.reference.json_tokens import find_json_value, json_flaw, tokens_from_json, tokens_to_json
+from kvrouter.core.reference.json_tokens import (
+    find_json_value,
+    json_flaw,
+    split_json,
+    tokens_from_json,
+    tokens_to_json,
+)
 from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.observations import Observations
 from kvrouter.core.reference.outputs import read_output
@@ -39,6 +45,7 @@ __all__ = [
     "read_output",
     "read_responses",
     "sequence_hashes",
+    "split_json",
     "tokens_from_json",
     "tokens_to_json",
     "write_calls",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Sequence
 
 from kvrouter.core.interface import NotATokenId, TokenBuffer
 from kvrouter.core.reference.hashing import le32
@@ -24,9 +25,12 @@ _COMMA = re.compile(_SPACE + rb",")
 
 
 _MAX_DEPTH = 1000
+_MAX_SPLIT_DEPTH = 100
 _MAX_FIELDS = 65_536
 _DEPTH_MARKS = re.compile(rb'"(?:\\.|[^"\\])*"|[\[\]{}]', re.DOTALL)
 _SHOWN_CHARACTERS = 64
+_FIELD = re.compile(r'[{,\s]*(?P<name>"(?:\\.|[^"\\])*")\s*:\s*')
+_ESCAPE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[dD][89a-fA-F])|.)")
 
 
 class _Flaw(Exception):
@@ -42,14 +46,8 @@ def json_flaw(text: bytes | bytearray | memoryview) -> str:
         What is wrong: an object has a field twice, or more than 65,536 fields, or it is nested more than 1,000 deep.
         Empty if nothing is.
     """
-    text = bytes(text)
-    depth = 0
-    for mark in _DEPTH_MARKS.finditer(text):
-        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(mark[0], 0)
-        if depth > _MAX_DEPTH:
-            return f"nested more than {_MAX_DEPTH} deep"
     try:
-        json.loads(text, object_pairs_hook=_check_fields)
+        _decoded(bytes(text), _MAX_DEPTH)
     except _Flaw as flaw:
         return str(flaw)
     except (ValueError, RecursionError):
@@ -57,14 +55,68 @@ def json_flaw(text: bytes | bytearray | memoryview) -> str:
     return ""
 
 
-def _check_fields(fields: list[tuple[str, object]]) -> None:
+def split_json(text: bytes | bytearray | memoryview, fields: Sequence[str]) -> tuple[bytes, list[bytes], bool] | None:
+    """Takes the values of fields out of a JSON object.
+
+    The object is checked as by ``json_flaw``, and as by a parser that skips these values: UTF-8 is not checked.
+
+    Returns:
+        The object with null in the place of these values; the values, empty for a field that is missing; and whether
+        ``"data:`` is anywhere in the object. None if it is no object, is invalid, has a flaw, or is nested more than
+        100 deep.
+    """
+    try:
+        shown, decoded = _decoded(bytes(text), _MAX_SPLIT_DEPTH)
+    except (_Flaw, ValueError):
+        return None
+    if not isinstance(decoded, dict):
+        return None
+    values, rest, last, at = dict.fromkeys(fields, ""), "", 0, 0
+    while found := _FIELD.match(shown, at):
+        _, at = _READER.raw_decode(shown, found.end())
+        name = _READER.decode(found["name"])
+        if name in values:
+            values[name] = shown[found.end() : at]
+            rest, last = f"{rest}{shown[last : found.end()]}null", at
+    encoded = [each.encode(errors="surrogateescape") for each in (rest + shown[last:], *values.values())]
+    return encoded[0], encoded[1:], '"data:' in shown
+
+
+def _decoded(text: bytes, max_depth: int) -> tuple[str, object]:
+    """Returns a text as it is, and decoded.
+
+    Raises:
+        _Flaw: it has a flaw, or is nested too deeply.
+        ValueError: it is invalid.
+    """
+    depth = 0
+    for mark in _DEPTH_MARKS.finditer(text):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(mark[0], 0)
+        if depth > max_depth:
+            raise _Flaw(f"nested more than {max_depth} deep")
+    shown = text.decode(errors="surrogateescape")
+    decoded = _READER.decode(shown)
+    if any(escape["half"] for escape in _ESCAPE.finditer(shown)):
+        raise ValueError("half of a pair")
+    return shown, decoded
+
+
+def _checked(fields: list[tuple[str, object]]) -> dict[str, object]:
     if len(fields) > _MAX_FIELDS:
         raise _Flaw(f"an object has more than {_MAX_FIELDS} fields")
-    seen: set[str] = set()
-    for name, _ in fields:
+    seen: dict[str, object] = {}
+    for name, value in fields:
         if name in seen:
             raise _Flaw(f'an object has the field "{name[:_SHOWN_CHARACTERS]}" twice')
-        seen.add(name)
+        seen[name] = value
+    return seen
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_READER = json.JSONDecoder(object_pairs_hook=_checked, parse_int=str, parse_float=str, parse_constant=_refuse)
 
 
 def find_json_value(text: bytes | bytearray | memoryview, field: str) -> tuple[int, int] | None:
