@@ -109,17 +109,32 @@ impl Predicted {
         let hashes = hashes.get(..=self.max_blocks).unwrap_or(hashes);
         let slot = self.slot(rank);
         let mut recorded = Ok(());
+        // Entries that follow each other in both lists, as those of a prefix do that was recorded before.
+        let mut run = (0, 0);
         for (depth, hash) in hashes.iter().enumerate().rev() {
-            if let Some(next) = depth.checked_sub(AHEAD).and_then(|next| hashes.get(next)) {
-                self.by_hash.prefetch(self.secret.mix(*next));
+            match self.follower(run.1) {
+                id if id != 0 && self.places.at(self.entries.at(id).place).hash == *hash => run.1 = id,
+                _ => {
+                    self.renew(run);
+                    if let Some(next) = depth.checked_sub(AHEAD).and_then(|next| hashes.get(next)) {
+                        self.by_hash.prefetch(self.secret.mix(*next));
+                    }
+                    let id = self.find_or_add(slot, *hash);
+                    run = (id.unwrap_or(0), id.unwrap_or(0));
+                    recorded = id.map(|_| ()).ok_or(NoMemory);
+                    if recorded.is_err() {
+                        break;
+                    }
+                }
             }
-            recorded = self.touch(slot, *hash, depth as u32);
-            if recorded.is_err() {
-                break;
-            }
+            let (now, entry) = (self.now, self.entries.at_mut(run.1));
+            (entry.at, entry.depth) = (now, depth as u32);
         }
+        self.renew(run);
         if self.ranks.get(slot as usize).is_some_and(|rank| rank.entries == 0) {
             self.forget_rank(slot);
+        } else if recorded.is_err() {
+            self.remove_rank(rank); // It has deep blocks without those before them.
         }
         if self.entries.len() > self.max_blocks {
             self.prune();
@@ -127,50 +142,43 @@ impl Predicted {
         recorded
     }
 
-    /// Returns the overlaps above 0 by rank, in blocks.
+    /// Returns the overlaps above 0 by rank, in blocks. They are found by halving, since a rank that holds a block holds
+    /// those before it: they are recorded with it, and dropped after it.
     pub fn overlaps(&mut self, hashes: &[u64], now: f64) -> Vec<(Name, u32)> {
         self.pass(now);
         let stale = self.oldest != 0 && self.expired(self.entries.at(self.oldest));
-        let mut overlaps = vec![0u32; self.ranks.len()];
-        let mut found = Vec::new();
-        for (depth, hash) in (0u32..).zip(hashes) {
-            let Some(place) = self.find(*hash) else { break };
-            let mut any = false;
-            for (slot, entry) in self.places.at(place).residents.as_slice() {
-                let Some(overlap) = overlaps.get_mut(*slot as usize).filter(|overlap| **overlap == depth) else {
-                    continue;
-                };
-                if stale && self.expired(self.entries.at(*entry)) {
-                    continue;
-                }
-                if depth == 0 {
-                    found.push(*slot);
-                }
-                *overlap = depth + 1;
-                any = true;
-            }
-            if !any {
-                break;
-            }
-        }
-        let named = |slot: u32| {
-            let (rank, overlap) = (self.ranks.get(slot as usize)?, overlaps.get(slot as usize)?);
-            Some((rank.name, *overlap))
+        let holds = |entry: u32| !stale || !self.expired(self.entries.at(entry));
+        let residents = |depth: usize| {
+            hashes.get(depth).and_then(|hash| self.find(*hash)).map(|place| &self.places.at(place).residents)
         };
-        found.into_iter().filter_map(named).collect()
+        let slots = residents(0).map_or(&[][..], SlotSet::as_slice).iter().map(|(slot, _)| *slot);
+        let mut overlaps = Vec::new();
+        // Ranks that hold as many blocks as the first number, and no more than the second one.
+        let mut groups = vec![(0, hashes.len(), slots.collect::<Vec<_>>())];
+        while let Some((least, most, slots)) = groups.pop() {
+            if slots.is_empty() || most == 0 {
+                continue;
+            }
+            if least == most {
+                let names = slots.iter().filter_map(|slot| Some(self.ranks.get(*slot as usize)?.name));
+                overlaps.extend(names.map(|name| (name, least as u32)));
+                continue;
+            }
+            let middle = least.midpoint(most);
+            let residents = residents(middle);
+            let (more, others) =
+                slots.into_iter().partition(|slot| residents.and_then(|set| set.get(*slot)).is_some_and(holds));
+            groups.extend([(middle + 1, most, more), (least, middle, others)]);
+        }
+        overlaps
     }
 
     /// Returns when a request with all these blocks was last recorded for the rank; `None` if one of them is not live.
     pub fn last_use(&mut self, rank: Name, hashes: &[u64], now: f64) -> Option<f64> {
         self.pass(now);
-        let slot = *self.slots.get(&rank)?;
-        let mut at = None;
-        for hash in hashes {
-            let entry = self.entries.at(self.places.at(self.find(*hash)?).residents.get(slot)?);
-            at = (!self.expired(entry)).then_some(entry.at);
-            at?;
-        }
-        at
+        let (slot, place) = (*self.slots.get(&rank)?, self.find(*hashes.last()?)?);
+        let entry = self.entries.at(self.places.at(place).residents.get(slot)?);
+        (!self.expired(entry)).then_some(entry.at)
     }
 
     /// Drops a rank's entries that were last recorded at a time or before. Returns their number.
@@ -278,49 +286,66 @@ impl Predicted {
         }
     }
 
-    /// Makes the entry of a rank at a place the most recently used, and adds it if it is missing.
-    fn touch(&mut self, slot: u32, hash: u64, depth: u32) -> Result<(), NoMemory> {
+    /// Returns the entry of a rank at a place. Adds it as the most recently used if it is missing; None without memory.
+    fn find_or_add(&mut self, slot: u32, hash: u64) -> Option<u32> {
         let place = match self.find(hash) {
             Some(place) => place,
-            None => self.new_place(hash).ok_or(NoMemory)?,
+            None => self.new_place(hash)?,
         };
-        let id = match self.places.at(place).residents.get(slot) {
-            Some(id) => {
-                self.unlink(id);
-                id
-            }
-            None => {
-                let Some(id) = self.entries.add(Entry { place, slot, ..Entry::default() }, u32::MAX) else {
-                    self.forget_not_resident(place);
-                    return Err(NoMemory);
-                };
-                self.places.at_mut(place).residents.set(slot, id);
-                if let Some(rank) = self.ranks.get_mut(slot as usize) {
-                    rank.entries += 1;
-                }
-                id
-            }
+        if let Some(id) = self.places.at(place).residents.get(slot) {
+            return Some(id);
+        }
+        let Some(id) = self.entries.add(Entry { place, slot, ..Entry::default() }, u32::MAX) else {
+            self.forget_not_resident(place);
+            return None;
         };
-        let (now, older) = (self.now, self.newest);
-        let older_of_rank = self.ranks.get_mut(slot as usize).map_or(0, |rank| std::mem::replace(&mut rank.newest, id));
-        let entry = self.entries.at_mut(id);
-        *entry = Entry { at: now, depth, older, newer: 0, older_of_rank, newer_of_rank: 0, ..*entry };
-        if older == 0 {
-            self.oldest = id;
-        } else {
-            self.entries.at_mut(older).newer = id;
+        self.places.at_mut(place).residents.set(slot, id);
+        if let Some(rank) = self.ranks.get_mut(slot as usize) {
+            rank.entries += 1;
         }
-        self.newest = id;
-        if older_of_rank != 0 {
-            self.entries.at_mut(older_of_rank).newer_of_rank = id;
-        } else if let Some(rank) = self.ranks.get_mut(slot as usize) {
-            rank.oldest = id;
-        }
-        Ok(())
+        self.append(id, id);
+        Some(id)
     }
 
-    fn unlink(&mut self, id: u32) {
-        let &Entry { slot, older, newer, older_of_rank, newer_of_rank, .. } = self.entries.at(id);
+    /// Returns the entry that follows another one in both lists; 0 if there is none.
+    fn follower(&self, id: u32) -> u32 {
+        let entry = self.entries.at(id);
+        if id != 0 && entry.newer == entry.newer_of_rank { entry.newer } else { 0 }
+    }
+
+    /// Makes entries that follow each other in both lists the most recently used ones.
+    fn renew(&mut self, (first, last): (u32, u32)) {
+        if last != 0 && last != self.newest {
+            self.unlink(first, last);
+            self.append(first, last);
+        }
+    }
+
+    /// Adds entries that follow each other to the end of both lists.
+    fn append(&mut self, first: u32, last: u32) {
+        let Some(rank) = self.ranks.get_mut(self.entries.at(first).slot as usize) else { return };
+        let (older, older_of_rank) = (self.newest, rank.newest);
+        (self.newest, rank.newest) = (last, last);
+        if older_of_rank == 0 {
+            rank.oldest = first;
+        } else {
+            self.entries.at_mut(older_of_rank).newer_of_rank = first;
+        }
+        if older == 0 {
+            self.oldest = first;
+        } else {
+            self.entries.at_mut(older).newer = first;
+        }
+        let entry = self.entries.at_mut(first);
+        (entry.older, entry.older_of_rank) = (older, older_of_rank);
+        let entry = self.entries.at_mut(last);
+        (entry.newer, entry.newer_of_rank) = (0, 0);
+    }
+
+    /// Takes entries that follow each other out of both lists.
+    fn unlink(&mut self, first: u32, last: u32) {
+        let &Entry { slot, older, older_of_rank, .. } = self.entries.at(first);
+        let &Entry { newer, newer_of_rank, .. } = self.entries.at(last);
         if older == 0 {
             self.oldest = newer;
         } else {
@@ -345,7 +370,7 @@ impl Predicted {
     }
 
     fn drop(&mut self, id: u32) {
-        self.unlink(id);
+        self.unlink(id, id);
         let Entry { place, slot, .. } = self.entries.take(id);
         self.places.at_mut(place).residents.remove(slot);
         self.forget_not_resident(place);

@@ -70,7 +70,7 @@ impl PredictedIndex {
     ) -> PyResult<Bound<'py, PyDict>> {
         let hashes = words(sequence_hashes)?;
         let overlaps = PyDict::new(py);
-        for (rank, overlap) in self.index.with(py, hashes.len() > LONG, |index| index.overlaps(&hashes, now)) {
+        for (rank, overlap) in self.index.with(py, false, |index| index.overlaps(&hashes, now)) {
             overlaps.set_item(rank, overlap)?;
         }
         Ok(overlaps)
@@ -84,7 +84,7 @@ impl PredictedIndex {
         now: f64,
     ) -> PyResult<Option<f64>> {
         let hashes = words(sequence_hashes)?;
-        Ok(self.index.with(py, hashes.len() > LONG, |index| index.last_use(rank, &hashes, now)))
+        Ok(self.index.with(py, false, |index| index.last_use(rank, &hashes, now)))
     }
 
     fn forget_until(&self, py: Python<'_>, rank: Name, at: f64) -> usize {
