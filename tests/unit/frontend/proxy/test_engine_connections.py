@@ -250,8 +250,8 @@ class Reader(EventStream):
 
 
 def arrive(answer: EngineAnswer, part: bytes) -> None:
-    answer.add(part)
-    answer.arrived()
+    answer.unread.append(part)
+    answer.arrived(len(part))
 
 
 async def until(is_done: Callable[[], bool]) -> None:
@@ -260,7 +260,7 @@ async def until(is_done: Callable[[], bool]) -> None:
 
 
 async def test_parts_pass_in_the_step_in_which_they_arrive_while_the_client_reads() -> None:
-    answer, client = EngineAnswer(200, "OK", CIMultiDict(), lambda: None, LoopBudget()), Reader()
+    answer, client = EngineAnswer(200, "OK", CIMultiDict(), [], lambda: None, LoopBudget()), Reader()
     taken: list[bytes] = []
     passing = asyncio.create_task(answer.pass_on(taken.append, client))
     arrive(answer, b"1")
@@ -282,7 +282,7 @@ async def test_parts_pass_in_the_step_in_which_they_arrive_while_the_client_read
 
 
 async def test_an_error_of_the_receiver_ends_the_passing() -> None:
-    answer = EngineAnswer(200, "OK", CIMultiDict(), lambda: None, LoopBudget())
+    answer = EngineAnswer(200, "OK", CIMultiDict(), [], lambda: None, LoopBudget())
     taken: list[bytes] = []
 
     def take(part: bytes) -> None:

@@ -39,14 +39,16 @@ class EngineAnswer(Struct, eq=False):
     reason: str
     """The phrase of the status."""
     headers: CIMultiDict[str]
+    unread: list[bytes]
+    """What waits to be taken of the body, to which the connection adds."""
     _read_on: Callable[[], None]
     """Called when a body of which too much was unread has been taken."""
     _budget: LoopBudget
     """The work that the event loop does at a time."""
     is_read: bool = False
     """Whether the body was taken to its end."""
-    _unread: list[bytes] = []
     _unread_bytes: int = 0
+    """The bytes with which that arrived."""
     _is_complete: bool = False
     _error: Exception | None = None
     _waiting: asyncio.Future[None] | None = None
@@ -71,7 +73,7 @@ class EngineAnswer(Struct, eq=False):
             DependencyAway: the body is not HTTP.
             DeadlineExceeded: the time is over.
         """
-        while not self._unread:
+        while not self.unread:
             if self._error is not None:
                 raise self._error
             if self._is_complete:
@@ -106,17 +108,13 @@ class EngineAnswer(Struct, eq=False):
                 await client.drain()
             self._pass, self._client = take, client
 
-    def add(self, data: bytes) -> None:
-        """Takes further bytes of the body; ``arrived`` must follow."""
-        self._unread.append(data)
-        self._unread_bytes += len(data)
-
-    def arrived(self) -> bool:
-        """Gives on what was added. Returns False if too much of it is unread."""
+    def arrived(self, size: int) -> bool:
+        """Gives on what was added with so many bytes. Returns False if too much of it is unread."""
+        self._unread_bytes += size
         waiting = self._waiting
-        if waiting is not None and self._unread and not waiting.done() and not self._passes_at_once(waiting):
+        if waiting is not None and self.unread and not waiting.done() and not self._passes_at_once(waiting):
             waiting.set_result(None)
-        return self._unread_bytes <= _MAX_UNREAD_BYTES
+        return not self.unread or self._unread_bytes <= _MAX_UNREAD_BYTES
 
     def _passes_at_once(self, waiting: asyncio.Future[None]) -> bool:
         """Passes on what has arrived if ``pass_on`` waits for it. Returns False if a task must do that."""
@@ -134,16 +132,17 @@ class EngineAnswer(Struct, eq=False):
 
     def _taken(self) -> bytes:
         """Returns what is unread, which is taken then."""
-        part = self._unread[0] if len(self._unread) == 1 else b"".join(self._unread)
-        self._unread.clear()
+        part = self.unread[0] if len(self.unread) == 1 else b"".join(self.unread)
+        self.unread.clear()
         self._unread_bytes = 0
         self.is_read = self._is_complete
         return part
 
     def end(self, error: Exception | None = None) -> None:
         """Takes the end of the body, or the error that ended it."""
+        self.unread = self.unread.copy()  # What follows on the connection is not of this body.
         self._is_complete = error is None
-        self.is_read = error is None and not self._unread
+        self.is_read = error is None and not self.unread
         self._error = error
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -162,6 +161,10 @@ class EngineConnection(asyncio.Protocol):
         """When it became idle, seconds of the loop's clock."""
         self._loop = asyncio.get_running_loop()
         self._budget = loop_budget()
+        self._body: list[bytes] = []
+        """What has arrived of the body, and was not taken."""
+        self.on_body = self._body.append
+        """Takes a part of the body."""
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._answered: asyncio.Future[EngineAnswer] | None = None
@@ -196,6 +199,7 @@ class EngineConnection(asyncio.Protocol):
         """
         self._answered = answered = self._loop.create_future()
         self._answer, self._head_bytes, self._is_complete, self._ends_with_connection = None, 0, False, False
+        self._body.clear()
         if seconds is not None:
             self._deadline = self._loop.call_later(seconds, self._expire)
         if self._transport is None:
@@ -245,7 +249,7 @@ class EngineConnection(asyncio.Protocol):
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._fail(DependencyAway(f"its OpenAI API sends headers of more than {_MAX_HEAD_BYTES} bytes"))
-        elif not self._answer.arrived() and self._transport is not None and not self._is_paused:
+        elif not self._answer.arrived(len(data)) and self._transport is not None and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
@@ -285,14 +289,9 @@ class EngineConnection(asyncio.Protocol):
         is_sized = "Content-Length" in headers or "Transfer-Encoding" in headers or status in _NO_BODY
         self._ends_with_connection = not is_sized
         reason = self._reason.decode("utf-8", "replace")
-        self._answer = EngineAnswer(status, reason, headers, self._read_on, self._budget)
+        self._answer = EngineAnswer(status, reason, headers, self._body, self._read_on, self._budget)
         self._reason = b""
         self._answered.set_result(self._answer)
-
-    def on_body(self, body: bytes) -> None:
-        """Takes a part of the body."""
-        if self._answer is not None and not self._is_complete:
-            self._answer.add(body)
 
     def on_message_complete(self) -> None:
         """Takes the end of the body."""

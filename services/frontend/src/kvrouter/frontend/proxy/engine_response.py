@@ -249,9 +249,9 @@ class EngineResponse:
             DependencyAway: an event or value is too long to be filtered.
         """
         self._kept += piece
-        if self.is_stream:
+        if len(self._kept) > _END_BYTES and self.is_stream:
             del self._kept[:-_END_BYTES]
-        else:
+        elif len(self._kept) > _MAX_BODY_BYTES:
             del self._kept[_MAX_BODY_BYTES:]
         return piece if self._transfers is None else self._transfers.take(piece, ends=ends)
 
@@ -259,7 +259,11 @@ class EngineResponse:
         """Returns the usage in the bytes so far; None if there is none, or if they are compressed or too many."""
         if not self.is_stream:
             return _usage_of(self._kept)
-        for line in reversed(bytes(self._kept).split(b"\n")):
-            if (data := data_of(line)).startswith(b"{") and (usage := _usage_of(data)) is not None:
+        end = len(self._kept)
+        while end >= 0:  # From the end, where it is.
+            begin = self._kept.rfind(b"\n", 0, end) + 1
+            data = data_of(bytes(self._kept[begin:end]))
+            if data.startswith(b"{") and (usage := _usage_of(data)) is not None:
                 return usage
+            end = begin - 1
         return None

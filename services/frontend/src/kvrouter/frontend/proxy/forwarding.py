@@ -334,7 +334,7 @@ class EngineCalls:
         self, answer: EngineAnswer, receiver: WorkerAttempt, response: EngineResponse
     ) -> DetailedOutput:
         def take(part: bytes) -> None:
-            receiver.take(DetailedOutput(count_tokens(part), raw=response.take(part)))
+            receiver.take(DetailedOutput(count_tokens(part), (), response.take(part)))
 
         await answer.pass_on(take, self._response.stream)
         return DetailedOutput(raw=response.take(b"", ends=True))
