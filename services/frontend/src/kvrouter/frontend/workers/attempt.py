@@ -186,7 +186,10 @@ class WorkerAttempt:
             return
         if self._has_output and not output.finish_reason and output.tokens <= self._left:
             self._left -= output.tokens
-            self._pass_on(output)
+            try:
+                self._on_output(output)
+            except Exception as error:
+                self._receiver_failed(error)
         else:
             self._take(output)
 
