@@ -227,3 +227,51 @@ async def test_messages_of_several_subscriptions_are_handled_as_they_were_read(n
         await publisher.close()
     assert handled == [b"%d" % number for number in range(6)]
     assert [str(failure) for failure in failures] == ["unexpected"], "a failed callback ends nothing"
+
+
+async def test_messages_that_are_taken_at_once_keep_their_place_among_others(nats_url: str) -> None:
+    client, publisher = TolerantClient(), TolerantClient()
+    sizes = [number * 997 % 20_000 for number in range(1, 400)]
+    handled: list[int] = []
+    at_once = 0
+    ended = asyncio.Event()
+
+    def receive(message: Msg) -> bool:
+        nonlocal at_once
+        if len(message.data) % 5 == 1:
+            raise ValueError("unexpected")
+        if len(message.data) % 5 == 2:
+            return False
+        at_once += 1
+        handled.append(len(message.data))
+        return True
+
+    async def take(message: Msg) -> None:
+        handled.append(len(message.data))
+        if message.subject == "end":
+            ended.set()
+
+    await client.connect(nats_url)
+    await publisher.connect(nats_url)
+    try:
+        await client.subscribe("end", cb=take)
+        subscription = await client.subscribe("sizes", cb=take)
+        client.receive_at_once(subscription, receive)
+        await client.flush()
+        await publisher.publish("sizes", b"")
+        async with asyncio.timeout(60):
+            while not handled:
+                await asyncio.sleep(0)
+        assert at_once == 1
+        for size in sizes:
+            await publisher.publish("sizes", bytes(size), headers={"Status": "none"} if size % 2 else None)
+        await publisher.publish("end", bytes(7))
+        async with asyncio.timeout(60):
+            await ended.wait()
+        await subscription.unsubscribe()
+        assert not client._receivers
+        assert (client.stats["in_msgs"], client.stats["reconnects"]) == (len(handled), 0)
+    finally:
+        await client.close()
+        await publisher.close()
+    assert handled == [0, *sizes, 7]

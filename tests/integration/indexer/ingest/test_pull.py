@@ -12,6 +12,7 @@ from kvrouter.indexer.ingest.jetstream import REQUESTED_MESSAGES, Pull
 from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import APIError
@@ -59,6 +60,29 @@ async def test_more_messages_than_a_request_asks_for_arrive_in_order(
         for data in expected:
             await js.publish(component.events_subject(1, 0), data)
         assert await taken(pull, len(expected)) == expected
+
+
+async def test_what_is_taken_at_once_counts_for_its_request(connection: Client, component: ComponentName) -> None:
+    expected = [b"%d" % number for number in range(2 * REQUESTED_MESSAGES + 5)]
+    found: list[bytes] = []
+
+    def take(message: Msg) -> bool:
+        is_taken = len(found) % 7 > 0
+        found.extend([message.data] * is_taken)
+        return is_taken
+
+    async with reading(connection, component) as (js, pull):
+
+        async def take_all() -> None:
+            while len(found) < len(expected):
+                found.extend([message.data for message in await pull.take(LONG_SECONDS, take)])
+
+        taking = asyncio.create_task(take_all())
+        for data in expected:
+            await js.publish(component.events_subject(1, 0), data)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await taking
+    assert found == expected
 
 
 async def test_after_none_the_server_sends_nothing_until_the_next_fetch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from kvrouter.indexer.ingest.jetstream import Delivery, DurableConsumer
@@ -215,8 +215,8 @@ async def test_messages_purged_before_a_replica_read_them_come_from_the_newer_sn
         consumer = slow.ingest.consumer
         fetch, paused, resume = consumer.fetch, asyncio.Event(), asyncio.Event()
 
-        async def fetch_between_pauses(wait_seconds: float) -> Delivery | None:
-            delivery = await fetch(min(wait_seconds, 0.1))
+        async def fetch_between_pauses(wait_seconds: float, at_once: Callable[[Delivery], bool]) -> Delivery | None:
+            delivery = await fetch(min(wait_seconds, 0.1), at_once)
             if delivery is None and not resume.is_set():
                 paused.set()
                 await resume.wait()

@@ -16,6 +16,9 @@ The library delivers all it has read before other tasks run. This client takes a
 message. It awaits the callback of a subscription when it has read the message, where the library hands each message to
 a task, which costs more than most callbacks do. So a callback must not wait for an answer of NATS.
 
+The library reads its socket in a task, which takes a turn of the event loop for each read. Messages that a receiver
+takes at once do not wait for that turn, unless others do.
+
 Of headers it parses only those with a status of the server. kvrouter reads no others, and to parse the id
 and the stream of each event took longer than to apply the event.
 """
@@ -24,19 +27,22 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from kvrouter.net.budgets import loop_budget
 from kvrouter.net.nats.access import NatsAccess
 from nats.aio.client import PING_PROTO, Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error, SecureConnRequiredError
 from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 _MESSAGE_US = 50
 """CPU time to receive and handle a small message, microseconds."""
 _BYTES_PER_US = 100
+_AT_ONCE_BYTES = 1 << 14
+"""Size of what is read from which on its messages have to wait for their turn: they are many, or large."""
 _JETSTREAM_DELIVERY = b"$JS.ACK."
 _STATUS = "Status"
 _STATUS_LINE = b"NATS/1.0 "
@@ -61,11 +67,49 @@ class NatsRefused(Error):
 _T = TypeVar("_T")
 
 
+_Received = tuple[int, bytes, bytes, bytes, bytes | None]
+"""What ``_process_msg`` takes: id of the subscription, subject, reply subject, content and headers of a message."""
+
+
 class _MessageParser(Parser):
     """Reads whole messages without the patterns of the library, which take longer than most callbacks."""
 
+    nc: TolerantClient
+    is_idle = False
+    """Whether the read loop waits, and has handled all that was read before."""
+
     async def parse(self, data: bytes = b"") -> None:
         """Handles what was received. Leaves all but messages, and messages in several parts, to the library."""
+        self.is_idle = False
+        at = 0
+        for end, message in self._messages(data):
+            at = end
+            await self.nc._process_msg(*message)  # noqa: SLF001
+        if at < len(data):
+            await super().parse(data[at:])
+        self.is_idle = True
+
+    def precede(self, reader: asyncio.StreamReader) -> None:
+        """Hands on what ``reader`` receives while the read loop waits, up to the first message that is not taken."""
+        feed = reader.feed_data
+
+        def feed_rest(data: bytes) -> None:
+            if self.is_idle and len(data) < _AT_ONCE_BYTES:
+                at = 0
+                for end, message in self._messages(data):
+                    if not self.nc.take(*message):
+                        break
+                    at = end
+                if at == len(data):
+                    return
+                data = data[at:]
+            self.is_idle = False
+            feed(data)
+
+        reader.feed_data = feed_rest  # type: ignore[assignment, method-assign]
+
+    def _messages(self, data: bytes) -> Iterator[tuple[int, _Received]]:
+        """Yields the whole messages at the beginning of ``data``, and where each ends."""
         at = 0
         # After a read that ended behind a control line, the library awaits its message with an empty buffer.
         is_between = self.state == AWAITING_CONTROL_LINE and not self.buf
@@ -82,9 +126,7 @@ class _MessageParser(Parser):
                 break
             at = end + 2
             to = reply[0] if reply else b""
-            await self.nc._process_msg(number, subject, to, data[content:end], data[begin:content] or None)  # noqa: SLF001
-        if at < len(data):
-            await super().parse(data[at:])
+            yield at, (number, subject, to, data[content:end], data[begin:content] or None)
 
 
 class TolerantClient(Client):
@@ -93,7 +135,8 @@ class TolerantClient(Client):
     def __init__(self, access: NatsAccess | None = None) -> None:
         """``access`` has the certificates; pass its ``servers`` and ``options()`` to ``connect``."""
         super().__init__()
-        self._ps = _MessageParser(self)
+        self._ps = self._parser = _MessageParser(self)
+        self._receivers: dict[int, Callable[[Msg], bool]] = {}
         self._access = access
         self._gone = asyncio.Event()
 
@@ -123,6 +166,40 @@ class TolerantClient(Client):
     async def flush(self, *args: Any, **kwargs: Any) -> None:
         """Waits until the server has handled all messages and subscriptions, as ``Client.flush`` does."""
         await or_cancelled(super().flush(*args, **kwargs))
+
+    def receive_at_once(self, subscription: Subscription, receive: Callable[[Msg], bool]) -> None:
+        """Calls ``receive`` with each message of a subscription that was read while none waits. It must not block.
+
+        It returns whether it took the message. The callback of the subscription gets what it leaves, and all statuses.
+        """
+        self._receivers[subscription._id] = receive  # noqa: SLF001 - no public name
+
+    def take(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> bool:
+        """Returns whether a receiver took a message at once."""
+        receive = self._receivers.get(sid)
+        if receive is None or (headers and headers.startswith(_STATUS_LINE)) or not self._budget.take(_cost_us(data)):
+            return False
+        try:
+            is_taken = receive(self._build_message(sid, subject, reply, data, None))
+        except Exception:
+            return False  # The callback gets the message, and its error is reported.
+        if is_taken:
+            self.stats["in_msgs"] += 1
+            self.stats["in_bytes"] += len(data)
+        return is_taken
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        super()._remove_sub(sid, max_msgs)
+        self._receivers.pop(sid, None)
+
+    async def _read_loop(self) -> None:
+        reader = getattr(self._transport, "_io_reader", None)
+        if reader is not None:
+            self._parser.precede(reader)
+        try:
+            await super()._read_loop()
+        finally:
+            self._parser.is_idle = False
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
         # The library writes a PING at once, ahead of commands that wait for its flusher. Its PONG cannot confirm them.
@@ -171,14 +248,14 @@ class TolerantClient(Client):
         await self._error_cb(error)
         await self._process_op_err(error)
 
-    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        cost_us = _MESSAGE_US + len(data) // _BYTES_PER_US
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        cost_us = _cost_us(data)
         if not self._budget.take(cost_us):
             await self._budget.turn(cost_us)
         subscription = self._subs.get(sid)
         receive = None if subscription is None or subscription._jsi else subscription._cb  # noqa: SLF001 - no public names
         if receive is None:
-            await super()._process_msg(sid, subject, reply, data, headers)
+            await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type] # None for none
             return
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
@@ -207,6 +284,10 @@ class TolerantClient(Client):
             headers.pop(_STATUS, None)
         subject_text, reply_text = subject.decode("utf-8", _ESCAPED), reply.decode("utf-8", _ESCAPED)
         return Msg(self, subject_text, reply_text, data, headers, _sid=sid)
+
+
+def _cost_us(data: bytes) -> int:
+    return _MESSAGE_US + len(data) // _BYTES_PER_US
 
 
 def _is_refusal(reason: str) -> bool:

@@ -11,15 +11,17 @@ import asyncio
 import contextlib
 import json
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import msgspec
 import nats.errors
 from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.ingest.read_position import ConsumerView, StreamIdentity, StreamView
+from kvrouter.net.nats.client import TolerantClient
 from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.api import (
@@ -45,7 +47,7 @@ _REQUEST_ENDED = frozenset({StatusCode.NO_MESSAGES, StatusCode.REQUEST_TIMEOUT})
 class Pull:
     """Messages of one durable consumer. Call ``open`` first; one task calls ``take``."""
 
-    def __init__(self, connection: Client, stream: str, durable: str) -> None:
+    def __init__(self, connection: TolerantClient, stream: str, durable: str) -> None:
         self._connection = connection
         self._subject = f"{DEFAULT_PREFIX}.CONSUMER.MSG.NEXT.{stream}.{durable}"
         self._inbox = connection.new_inbox()
@@ -56,6 +58,7 @@ class Pull:
         self._subscription: Subscription | None = None
         self._arrived: deque[Msg] = deque()
         self._filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._at_once: Callable[[Msg], bool] | None = None
         self._outstanding = 0
         """Messages still due for the last request."""
         self._end: asyncio.TimerHandle | None = None
@@ -68,6 +71,7 @@ class Pull:
             nats.errors.Error: the connection is closed.
         """
         self._subscription = await self._connection.subscribe(f"{self._inbox}.*", cb=self._receive)
+        self._connection.receive_at_once(self._subscription, self._receive_at_once)
 
     async def close(self) -> None:
         """Unsubscribes. The server drops its remaining messages for the last request.
@@ -78,10 +82,12 @@ class Pull:
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
-    async def take(self, wait_seconds: float) -> list[Msg]:
+    async def take(self, wait_seconds: float, at_once: Callable[[Msg], bool] | None = None) -> list[Msg]:
         """Returns all received messages, after waiting for the first; none after ``wait_seconds``.
 
-        When it returns none, the server has no request either, and sends nothing until the next call.
+        While it waits, ``at_once`` may take each message, and returns whether it did. If it takes all that were
+        requested, none are returned. When it returns none, the server has no request either, and sends nothing until
+        the next call.
 
         Raises:
             nats.errors.Error, OSError: the connection is closed, or there is no such consumer.
@@ -90,7 +96,7 @@ class Pull:
             if self._outstanding <= 0:
                 await self._request(wait_seconds)
             if not self._arrived:
-                self._filled = asyncio.get_running_loop().create_future()
+                self._at_once, self._filled = at_once, asyncio.get_running_loop().create_future()
                 await self._filled
         return self._received()
 
@@ -116,6 +122,14 @@ class Pull:
         if len(self._arrived) < 2 * REQUESTED_MESSAGES:
             self._arrived.append(message)
         self._wake()
+
+    def _receive_at_once(self, message: Msg) -> bool:
+        if self._at_once is None or self._filled.done() or not self._at_once(message):
+            return False
+        self._outstanding -= 1
+        if self._outstanding <= 0:
+            self._wake()
+        return True
 
     def _wake(self) -> None:
         if not self._filled.done():
@@ -175,7 +189,7 @@ class Delivery(msgspec.Struct, frozen=True):
 class DurableConsumer:
     """The durable consumer of one replica on the stream of one component."""
 
-    def __init__(self, connection: Client, component: ComponentName, replica_id: str) -> None:
+    def __init__(self, connection: TolerantClient, component: ComponentName, replica_id: str) -> None:
         self.connection = connection
         """The connection to NATS."""
         self._js = connection.jetstream()
@@ -264,8 +278,12 @@ class DurableConsumer:
         self._lost = False
         return _consumer_view(info)
 
-    async def fetch(self, wait_seconds: float) -> Delivery | None:
-        """Returns the next messages; None if none arrived within ``wait_seconds``.
+    async def fetch(self, wait_seconds: float, at_once: Callable[[Delivery], bool]) -> Delivery | None:
+        """Returns the next messages; None if none arrived within ``wait_seconds``, or ``at_once`` applied them.
+
+        Args:
+            wait_seconds: Time to wait for the first message.
+            at_once: Applies a delivery of one message that arrives meanwhile, and returns whether it did.
 
         Raises:
             DeliveryLost: a delivery is missing; the consumer must be recreated.
@@ -273,33 +291,38 @@ class DurableConsumer:
         """
         if self._pull is None:
             raise DeliveryLost("expected a consumer, found none; it is recreated")
-        messages = await self._pull.take(wait_seconds)
+        if self._unacknowledged_count >= _ACKNOWLEDGED_TOGETHER:
+            await self.acknowledge_rest()
+        messages = await self._pull.take(wait_seconds, partial(self._offer, at_once))
         if not messages:
             return None
+        delivery = self._delivery(messages)
+        self._last_delivery += len(messages)
+        return delivery
+
+    def _offer(self, at_once: Callable[[Delivery], bool], message: Msg) -> bool:
+        is_applied = at_once(self._delivery([message]))
+        self._last_delivery += is_applied
+        return is_applied
+
+    def _delivery(self, messages: list[Msg]) -> Delivery:
         delivered: list[StreamMessage] = []
-        for message in messages:
+        for due, message in enumerate(messages, self._last_delivery + 1):
             try:
                 sequence, number, pending = delivery_of(message.reply)
             except (ValueError, IndexError) as error:
                 # Any client can publish to the inbox of the deliveries.
                 raise DeliveryLost(f"expected a delivery, received another message: {error!r}") from None
             # A lost delivery would show as a gap in a rank's events, although the stream still has the message.
-            if number != self._last_delivery + 1:
-                raise DeliveryLost(f"expected delivery {self._last_delivery + 1}, received {number}")
-            self._last_delivery += 1
+            if number != due:
+                raise DeliveryLost(f"expected delivery {due}, received {number}")
             delivered.append(StreamMessage(message.subject, sequence, message.data))
         return Delivery(delivered, messages[-1], pending)
 
-    async def acknowledge(self, delivery: Delivery) -> None:
-        """Marks all messages up to the end of a delivery as applied; tells the server about many of them together.
-
-        Raises:
-            AWAY: the connection is lost; the next acknowledgement includes this one.
-        """
+    def note_applied(self, delivery: Delivery) -> None:
+        """Marks all messages up to the end of a delivery as applied. ``fetch`` tells the server about many together."""
         self._unacknowledged = delivery.last
         self._unacknowledged_count += len(delivery.messages)
-        if self._unacknowledged_count >= _ACKNOWLEDGED_TOGETHER:
-            await self.acknowledge_rest()
 
     async def acknowledge_rest(self) -> None:
         """Tells the server about all applied messages new to it.

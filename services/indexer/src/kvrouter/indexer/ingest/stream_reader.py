@@ -145,20 +145,18 @@ class Ingest:
 
     async def _read(self, thread: ThreadPoolExecutor) -> bool:
         """Reads until the stream must be viewed again (returns False) or no message arrives for 2 s (returns True)."""
-        loop = asyncio.get_running_loop()
-        heard = loop.time()
-        while not self.consumer.reconnected and loop.time() - heard < _CHECK_SECONDS:
-            delivery = await self.consumer.fetch(_WAIT_SECONDS)
+        while not self.consumer.reconnected and time.monotonic() - (self.progress.checked_at or 0) < _CHECK_SECONDS:
+            delivery = await self.consumer.fetch(_WAIT_SECONDS, self._apply_at_once)
             if delivery is None:
                 await self.consumer.acknowledge_rest()
                 continue
             if self._lacks_messages(delivery):
                 self.consumer.forsake()
                 return False
-            await self._apply(thread, delivery)
-            if self.backoff.failures:
-                self._note_recovery()
-            heard = loop.time()
+            messages = delivery.messages
+            if rest := messages[self.events.apply_at_once(messages) :]:
+                await asyncio.get_running_loop().run_in_executor(thread, self.events.apply, rest)
+            self._note_applied(delivery)
         return not self.consumer.reconnected
 
     def _lacks_messages(self, delivery: Delivery) -> bool:
@@ -172,19 +170,26 @@ class Ingest:
         self._gone_after = applied
         return True
 
-    async def _apply(self, thread: ThreadPoolExecutor, delivery: Delivery) -> None:
+    def _apply_at_once(self, delivery: Delivery) -> bool:
+        """Applies a delivery of one message if that takes little time and none is missing. Returns whether it did."""
+        messages = delivery.messages
+        if messages[-1].sequence != self.progress.applied + len(messages) or not self.events.apply_at_once(messages):
+            return False
+        self._note_applied(delivery)
+        return True
+
+    def _note_applied(self, delivery: Delivery) -> None:
         position = self.progress.position
         if position is None:
             raise DeliveryLost("expected a position in the stream before the first delivery, found none")
-        messages = delivery.messages
-        applied = messages[-1].sequence
-        if rest := messages[self.events.apply_at_once(messages) :]:
-            await asyncio.get_running_loop().run_in_executor(thread, self.events.apply, rest)
-        self._last_data = messages[-1].data
-        self._messages += len(messages)
-        position = Position(position.identity, applied, position.consumer_created_unix_ns)
-        self._advance(position, applied + delivery.pending, delivery.pending)
-        await self.consumer.acknowledge(delivery)
+        last = delivery.messages[-1]
+        self._last_data = last.data
+        self._messages += len(delivery.messages)
+        position = Position(position.identity, last.sequence, position.consumer_created_unix_ns)
+        self._advance(position, last.sequence + delivery.pending, delivery.pending)
+        self.consumer.note_applied(delivery)
+        if self.backoff.failures:
+            self._note_recovery()
 
     def _advance(self, position: Position, last_sequence: int, pending: int) -> None:
         was_caught_up = self.progress.caught_up

@@ -15,6 +15,7 @@ from kvrouter.indexer.snapshots.coordinator import SnapshotHome
 from kvrouter.net.decoding import Quarantine
 from kvrouter.net.etcd import LeasedKeys
 from kvrouter.net.local import LocalKeys, LocalMessages, LocalStates
+from kvrouter.net.nats.client import TolerantClient
 from kvrouter.net.ticks import seconds_to_rest, tick
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName, worker_id_of_key
@@ -95,7 +96,7 @@ class Replica:
         for name, view in views.items():
             if name not in self.components and view.descriptor.block_size:
                 log.info("component.found", component_name=str(name), block_size=view.descriptor.block_size)
-                consumer = DurableConsumer(messages, name, self.id) if isinstance(messages, Client) else None
+                consumer = DurableConsumer(messages, name, self.id) if isinstance(messages, TolerantClient) else None
                 self.components[name] = ComponentIndex(
                     name,
                     view.descriptor,
