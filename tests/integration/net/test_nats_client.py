@@ -236,14 +236,14 @@ async def test_messages_that_are_taken_at_once_keep_their_place_among_others(nat
     at_once = 0
     ended = asyncio.Event()
 
-    def receive(message: Msg) -> bool:
+    def receive(_subject: str, _reply: str, data: bytes) -> bool:
         nonlocal at_once
-        if len(message.data) % 5 == 1:
+        if len(data) % 5 == 1:
             raise ValueError("unexpected")
-        if len(message.data) % 5 == 2:
+        if len(data) % 5 == 2:
             return False
         at_once += 1
-        handled.append(len(message.data))
+        handled.append(len(data))
         return True
 
     async def take(message: Msg) -> None:

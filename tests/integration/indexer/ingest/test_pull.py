@@ -12,7 +12,6 @@ from kvrouter.indexer.ingest.jetstream import REQUESTED_MESSAGES, Pull
 from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import APIError
@@ -66,9 +65,9 @@ async def test_what_is_taken_at_once_counts_for_its_request(connection: Client, 
     expected = [b"%d" % number for number in range(2 * REQUESTED_MESSAGES + 5)]
     found: list[bytes] = []
 
-    def take(message: Msg) -> bool:
+    def take(_subject: str, _reply: str, data: bytes) -> bool:
         is_taken = len(found) % 7 > 0
-        found.extend([message.data] * is_taken)
+        found.extend([data] * is_taken)
         return is_taken
 
     async with reading(connection, component) as (js, pull):

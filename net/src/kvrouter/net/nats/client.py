@@ -66,6 +66,9 @@ class NatsRefused(Error):
 
 _T = TypeVar("_T")
 
+ReceiveAtOnce = Callable[[str, str, bytes], bool]
+"""Gets the subject, reply subject and content of a message, and returns whether it takes it."""
+
 
 _Received = tuple[int, bytes, bytes, bytes, bytes | None]
 """What ``_process_msg`` takes: id of the subscription, subject, reply subject, content and headers of a message."""
@@ -136,7 +139,7 @@ class TolerantClient(Client):
         """``access`` has the certificates; pass its ``servers`` and ``options()`` to ``connect``."""
         super().__init__()
         self._ps = self._parser = _MessageParser(self)
-        self._receivers: dict[int, Callable[[Msg], bool]] = {}
+        self._receivers: dict[int, ReceiveAtOnce] = {}
         self._access = access
         self._gone = asyncio.Event()
 
@@ -167,10 +170,10 @@ class TolerantClient(Client):
         """Waits until the server has handled all messages and subscriptions, as ``Client.flush`` does."""
         await or_cancelled(super().flush(*args, **kwargs))
 
-    def receive_at_once(self, subscription: Subscription, receive: Callable[[Msg], bool]) -> None:
+    def receive_at_once(self, subscription: Subscription, receive: ReceiveAtOnce) -> None:
         """Calls ``receive`` with each message of a subscription that was read while none waits. It must not block.
 
-        It returns whether it took the message. The callback of the subscription gets what it leaves, and all statuses.
+        The callback of the subscription gets the messages that it leaves, or raises for, and all statuses.
         """
         self._receivers[subscription._id] = receive  # noqa: SLF001 - no public name
 
@@ -180,9 +183,9 @@ class TolerantClient(Client):
         if receive is None or (headers and headers.startswith(_STATUS_LINE)) or not self._budget.take(_cost_us(data)):
             return False
         try:
-            is_taken = receive(self._build_message(sid, subject, reply, data, None))
+            is_taken = receive(subject.decode("utf-8", _ESCAPED), reply.decode("utf-8", _ESCAPED), data)
         except Exception:
-            return False  # The callback gets the message, and its error is reported.
+            return False
         if is_taken:
             self.stats["in_msgs"] += 1
             self.stats["in_bytes"] += len(data)

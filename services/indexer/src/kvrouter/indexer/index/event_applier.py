@@ -94,7 +94,7 @@ class EventApplier:
         try:
             for message in messages:
                 batch = validate(message.subject, message.data, self.block_size, self._unfit_workers)
-                if isinstance(batch, Refusal) or (ns := index.apply_ns(batch)) is None or ns > min(left, _SHORT_NS):
+                if isinstance(batch, Refusal) or (ns := index.apply_ns(batch)) is None or ns > left or ns > _SHORT_NS:
                     break
                 left -= ns
                 self.apply_batch(index, ReceivedBatch(message, batch))

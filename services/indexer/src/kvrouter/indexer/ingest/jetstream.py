@@ -19,7 +19,7 @@ import msgspec
 import nats.errors
 from kvrouter.indexer.index.messages import StreamMessage
 from kvrouter.indexer.ingest.read_position import ConsumerView, StreamIdentity, StreamView
-from kvrouter.net.nats.client import TolerantClient
+from kvrouter.net.nats.client import ReceiveAtOnce, TolerantClient
 from kvrouter.net.nats.event_stream import ensure_stream
 from kvrouter.v1.names import ComponentName
 from nats.aio.msg import Msg
@@ -58,7 +58,7 @@ class Pull:
         self._subscription: Subscription | None = None
         self._arrived: deque[Msg] = deque()
         self._filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._at_once: Callable[[Msg], bool] | None = None
+        self._at_once: ReceiveAtOnce | None = None
         self._outstanding = 0
         """Messages still due for the last request."""
         self._end: asyncio.TimerHandle | None = None
@@ -82,7 +82,7 @@ class Pull:
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
-    async def take(self, wait_seconds: float, at_once: Callable[[Msg], bool] | None = None) -> list[Msg]:
+    async def take(self, wait_seconds: float, at_once: ReceiveAtOnce | None = None) -> list[Msg]:
         """Returns all received messages, after waiting for the first; none after ``wait_seconds``.
 
         While it waits, ``at_once`` may take each message, and returns whether it did. If it takes all that were
@@ -123,8 +123,8 @@ class Pull:
             self._arrived.append(message)
         self._wake()
 
-    def _receive_at_once(self, message: Msg) -> bool:
-        if self._at_once is None or self._filled.done() or not self._at_once(message):
+    def _receive_at_once(self, subject: str, reply: str, data: bytes) -> bool:
+        if self._at_once is None or self._filled.done() or not self._at_once(subject, reply, data):
             return False
         self._outstanding -= 1
         if self._outstanding <= 0:
@@ -180,8 +180,8 @@ class Delivery(msgspec.Struct, frozen=True):
     """Consecutive messages, in stream order."""
 
     messages: list[StreamMessage]
-    last: Msg
-    """The last of them, to acknowledge all."""
+    reply: str
+    """Reply subject of the last of them, to acknowledge all."""
     pending: int
     """Number of messages in the stream after it."""
 
@@ -198,7 +198,7 @@ class DurableConsumer:
         self._pull: Pull | None = None
         self._last_delivery = 0
         """Number of the last delivery: a consumer numbers its deliveries from 1."""
-        self._unacknowledged: Msg | None = None
+        self._unacknowledged: str | None = None
         self._unacknowledged_count = 0
         self._lost = True
         self._reconnects = self.connection.stats["reconnects"]
@@ -296,32 +296,34 @@ class DurableConsumer:
         messages = await self._pull.take(wait_seconds, partial(self._offer, at_once))
         if not messages:
             return None
-        delivery = self._delivery(messages)
-        self._last_delivery += len(messages)
-        return delivery
+        delivered: list[StreamMessage] = []
+        for message in messages:
+            sequence, pending = self._place(message.reply)
+            self._last_delivery += 1
+            delivered.append(StreamMessage(message.subject, sequence, message.data))
+        return Delivery(delivered, messages[-1].reply, pending)
 
-    def _offer(self, at_once: Callable[[Delivery], bool], message: Msg) -> bool:
-        is_applied = at_once(self._delivery([message]))
+    def _offer(self, at_once: Callable[[Delivery], bool], subject: str, reply: str, data: bytes) -> bool:
+        sequence, pending = self._place(reply)
+        is_applied = at_once(Delivery([StreamMessage(subject, sequence, data)], reply, pending))
         self._last_delivery += is_applied
         return is_applied
 
-    def _delivery(self, messages: list[Msg]) -> Delivery:
-        delivered: list[StreamMessage] = []
-        for due, message in enumerate(messages, self._last_delivery + 1):
-            try:
-                sequence, number, pending = delivery_of(message.reply)
-            except (ValueError, IndexError) as error:
-                # Any client can publish to the inbox of the deliveries.
-                raise DeliveryLost(f"expected a delivery, received another message: {error!r}") from None
-            # A lost delivery would show as a gap in a rank's events, although the stream still has the message.
-            if number != due:
-                raise DeliveryLost(f"expected delivery {due}, received {number}")
-            delivered.append(StreamMessage(message.subject, sequence, message.data))
-        return Delivery(delivered, messages[-1], pending)
+    def _place(self, reply: str) -> tuple[int, int]:
+        """Returns the stream sequence of the next delivery and the number of messages after it."""
+        try:
+            sequence, number, pending = delivery_of(reply)
+        except (ValueError, IndexError) as error:
+            # Any client can publish to the inbox of the deliveries.
+            raise DeliveryLost(f"expected a delivery, received another message: {error!r}") from None
+        # A lost delivery would show as a gap in a rank's events, although the stream still has the message.
+        if number != self._last_delivery + 1:
+            raise DeliveryLost(f"expected delivery {self._last_delivery + 1}, received {number}")
+        return sequence, pending
 
     def note_applied(self, delivery: Delivery) -> None:
         """Marks all messages up to the end of a delivery as applied. ``fetch`` tells the server about many together."""
-        self._unacknowledged = delivery.last
+        self._unacknowledged = delivery.reply
         self._unacknowledged_count += len(delivery.messages)
 
     async def acknowledge_rest(self) -> None:
@@ -330,9 +332,9 @@ class DurableConsumer:
         Raises:
             AWAY: the connection is lost; the next acknowledgement includes this one.
         """
-        last, self._unacknowledged, self._unacknowledged_count = self._unacknowledged, None, 0
-        if last is not None:
-            await last.ack()
+        reply, self._unacknowledged, self._unacknowledged_count = self._unacknowledged, None, 0
+        if reply is not None:
+            await self.connection.publish(reply)
 
     async def close(self) -> None:
         """Deletes the consumer. If NATS is unreachable, the server deletes it after 10 minutes without use."""
