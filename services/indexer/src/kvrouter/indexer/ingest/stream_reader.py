@@ -153,10 +153,12 @@ class Ingest:
             if self._lacks_messages(delivery):
                 self.consumer.forsake()
                 return False
-            messages = delivery.messages
+            position, messages = self.progress.position, delivery.messages
+            if position is None:
+                raise DeliveryLost("expected a position in the stream before the first delivery, found none")
             if rest := messages[self.events.apply_at_once(messages) :]:
                 await asyncio.get_running_loop().run_in_executor(thread, self.events.apply, rest)
-            self._note_applied(delivery)
+            self._note_applied(position, delivery)
         return not self.consumer.reconnected
 
     def _lacks_messages(self, delivery: Delivery) -> bool:
@@ -172,16 +174,14 @@ class Ingest:
 
     def _apply_at_once(self, delivery: Delivery) -> bool:
         """Applies a delivery of one message if that takes little time and none is missing. Returns whether it did."""
-        messages = delivery.messages
-        if messages[-1].sequence != self.progress.applied + len(messages) or not self.events.apply_at_once(messages):
+        position = self.progress.position
+        is_next = position is not None and delivery.messages[-1].sequence == position.applied + 1
+        if position is None or not is_next or not self.events.apply_at_once(delivery.messages):
             return False
-        self._note_applied(delivery)
+        self._note_applied(position, delivery)
         return True
 
-    def _note_applied(self, delivery: Delivery) -> None:
-        position = self.progress.position
-        if position is None:
-            raise DeliveryLost("expected a position in the stream before the first delivery, found none")
+    def _note_applied(self, position: Position, delivery: Delivery) -> None:
         last = delivery.messages[-1]
         self._last_data = last.data
         self._messages += len(delivery.messages)
