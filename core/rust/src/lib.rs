@@ -12,6 +12,7 @@ pub mod index;
 mod json_fields;
 mod json_tokens;
 mod load;
+mod nats;
 mod outputs;
 mod predicted;
 pub mod publisher;
@@ -31,7 +32,7 @@ mod _native {
     use crate::python::{
         ActiveSequences, ApplySummary, CacheRecency, EventBatch, EventRecorder, ForecastModel, LatencyCalibration,
         MeasuredFactor, MemoryBudget, Observations, PredictedIndex, PrefixIndex, find_json_value, first_token_outside,
-        json_flaw, local_hashes, read_calls, read_messages, read_output, read_responses, sequence_hashes, split_json,
-        tokens_from_json, tokens_to_json, write_calls, write_responses,
+        json_flaw, local_hashes, read_calls, read_messages, read_nats_messages, read_output, read_responses,
+        sequence_hashes, split_json, tokens_from_json, tokens_to_json, write_calls, write_responses,
     };
 }

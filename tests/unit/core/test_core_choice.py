@@ -27,6 +27,7 @@ NAMES = {
     "json_flaw",
     "read_calls",
     "read_messages",
+    "read_nats_messages",
     "read_output",
     "read_responses",
     "split_json",

@@ -21,6 +21,7 @@ from kvrouter.core.interface.events import MAX_EVENT_BLOCKS, ApplySummary, Event
 from kvrouter.core.interface.forecast import ForecastChoice, ForecastModel
 from kvrouter.core.interface.load import ActiveSequences, LoadColumns
 from kvrouter.core.interface.names import NotATokenId, Rank, RankInfo, Scope, TokenBuffer
+from kvrouter.core.interface.nats import NatsMessage
 from kvrouter.core.interface.prefix_index import IndexStats, InvalidDump, MemoryBudget, PredictedIndex, PrefixIndex
 from kvrouter.core.interface.speeds import LatencyCalibration, MeasuredFactor, Speed
 
@@ -46,6 +47,7 @@ __all__ = [
     "LoadColumns",
     "MeasuredFactor",
     "MemoryBudget",
+    "NatsMessage",
     "NotATokenId",
     "PredictedIndex",
     "PrefixIndex",

@@ -18,6 +18,7 @@ from kvrouter.core.reference.json_tokens import (
     tokens_to_json,
 )
 from kvrouter.core.reference.memory_budget import MemoryBudget
+from kvrouter.core.reference.nats import read_nats_messages
 from kvrouter.core.reference.observations import Observations
 from kvrouter.core.reference.outputs import read_output
 from kvrouter.core.reference.predicted_index import PredictedIndex
@@ -42,6 +43,7 @@ __all__ = [
     "local_hashes",
     "read_calls",
     "read_messages",
+    "read_nats_messages",
     "read_output",
     "read_responses",
     "sequence_hashes",

@@ -27,9 +27,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from kvrouter.core import read_nats_messages
+from kvrouter.core.interface import NatsMessage
 from kvrouter.net.budgets import loop_budget
 from kvrouter.net.nats.access import NatsAccess
 from nats.aio.client import PING_PROTO, Client
@@ -70,10 +72,6 @@ ReceiveAtOnce = Callable[[str, str, bytes], bool]
 """Gets the subject, reply subject and content of a message, and returns whether it takes it."""
 
 
-_Received = tuple[int, bytes, bytes, bytes, bytes | None]
-"""What ``_process_msg`` takes: id of the subscription, subject, reply subject, content and headers of a message."""
-
-
 class _MessageParser(Parser):
     """Reads whole messages without the patterns of the library, which take longer than most callbacks."""
 
@@ -111,25 +109,11 @@ class _MessageParser(Parser):
 
         reader.feed_data = feed_rest  # type: ignore[assignment, method-assign]
 
-    def _messages(self, data: bytes) -> Iterator[tuple[int, _Received]]:
-        """Yields the whole messages at the beginning of ``data``, and where each ends."""
-        at = 0
+    def _messages(self, data: bytes) -> list[tuple[int, NatsMessage]]:
+        """Returns the whole messages at the beginning of ``data``, and where each ends."""
         # After a read that ended behind a control line, the library awaits its message with an empty buffer.
         is_between = self.state == AWAITING_CONTROL_LINE and not self.buf
-        while is_between and (line_end := data.find(b"\r\n", at)) > 0:
-            try:
-                operation, subject, sid, *reply, size = data[at:line_end].split()
-                number, begin = int(sid), line_end + 2
-                content = begin + int(reply.pop()) if operation == b"HMSG" else begin
-                end = begin + int(size)
-            except (ValueError, IndexError):
-                break
-            is_message = operation in (b"HMSG", b"MSG") and len(reply) < 2
-            if not is_message or not begin <= content <= end <= len(data) - 2:
-                break
-            at = end + 2
-            to = reply[0] if reply else b""
-            yield at, (number, subject, to, data[content:end], data[begin:content] or None)
+        return read_nats_messages(data) if is_between else []
 
 
 class TolerantClient(Client):
