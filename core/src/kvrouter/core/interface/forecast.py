@@ -41,7 +41,7 @@ class ForecastModel(Protocol):
 
             Of the chosen candidate: the tokens to compute; the time for these and the time to first token, both in ms
             at the component's speed; whether the first token may be used for latency calibration; whether the rank
-            computes no prompt; its leading active blocks; and whether it has less KV blocks than would be active.
+            computes no prompt; its leading active blocks; and whether it has fewer KV blocks than would be active.
 
             Twelve rows of float64, each with an entry for each candidate: time to first token, batch, work, output,
             shortage, eviction, copies and own work, each in ms; the factor for the rank's speed in the first; tokens
