@@ -41,6 +41,8 @@ _LAST = CallResponseKind.CALL_RESPONSE_KIND_LAST
 _PART = CallResponseKind.CALL_RESPONSE_KIND_PART
 _ENDED = CallResponseKind.CALL_RESPONSE_KIND_ENDED
 _FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
+_KINDS = frozenset({_LAST, 0, _FAILED, _ENDED})
+"""Kinds of responses other than parts."""
 
 _CANCEL_BYTES = 10
 """Upper bound of the bytes a cancelled number takes in a message."""
@@ -401,12 +403,12 @@ class ClientStream:
         parts = self._forget_parts(call) if self._parts else None
         if parts is not None:
             response = b"".join((*parts.parts, response))
-        if kind not in {_LAST, 0, _FAILED, _ENDED}:
+        if kind not in _KINDS:
             raise ProtocolViolation("unknown_kind", f"received a response of kind {kind}, which is not defined")
         if not kind and (call.receiver is None or not response):
             self._spend(1)
         try:
-            if call.receiver is not None and kind in {_LAST, 0}:
+            if call.receiver is not None and (kind == _LAST or not kind):
                 call.receiver.on_response(response)
         finally:
             # Also if the receiver fails. It may have cancelled the call, too.
