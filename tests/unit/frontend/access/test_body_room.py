@@ -112,6 +112,18 @@ async def test_the_bodies_of_one_caller_leave_room_for_another(rooms: Rooms) -> 
     await task
 
 
+async def test_a_body_that_has_arrived_takes_its_room_in_one_step_or_waits_for_it(rooms: Rooms) -> None:
+    first, second = rooms.room(), rooms.room()
+    assert first.try_hold_all(80)
+    assert not second.try_hold_all(40)
+    assert (rooms.bound.used, second.size) == (80, 0)
+    (task,) = await waiting(rooms, second.hold(40))
+    first.end()
+    await task
+    second.is_read(40)
+    assert rooms.bound.used == 40
+
+
 async def test_a_prompt_uses_the_room_of_its_body_first(rooms: Rooms) -> None:
     body = await rooms.held(50)
     assert [body.claim(size) for size in (30, 30, 30)] == [0, 10, 30]

@@ -22,18 +22,13 @@ class StopRules(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
-    """Stop strings, for which a worker of tokens needs the Frontend."""
+    """Stop strings, which the Frontend finds in the output as text."""
 
     @classmethod
     def of(cls, message: StopConditions) -> StopRules:
         """Returns those of a message."""
-        return cls(
-            message.max_tokens,
-            message.min_tokens,
-            message.ignore_eos,
-            message.stop_token_ids[:],
-            message.stop[:],
-        )
+        rules = message.max_tokens, message.min_tokens, message.ignore_eos
+        return cls(*rules, stop_token_ids=message.stop_token_ids[:], stop=message.stop[:])
 
     def after(self, output_tokens: int) -> StopRules:
         """Returns those of the rest of an output."""
@@ -41,7 +36,7 @@ class StopRules(msgspec.Struct, frozen=True):
         return replace(self, max_tokens=max_tokens, min_tokens=min_tokens)
 
     def write(self, message: StopConditions) -> None:
-        """Sets an empty message to them."""
+        """Sets an empty message to them, without stop strings."""
         message.max_tokens = self.max_tokens
         if self.min_tokens:
             message.min_tokens = self.min_tokens

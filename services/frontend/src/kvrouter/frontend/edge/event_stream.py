@@ -1,8 +1,8 @@
-"""A response of server-sent events, or other bytes, written without a coroutine for each event.
+"""Responses that are written here, without a coroutine for each event.
 
 aiohttp writes a part of a response in a coroutine. Events come from the reader of a worker's connection, which calls
-and does not wait. So this class writes the response to the transport itself, with the other events of the step, and
-aiohttp takes it as already written.
+and does not wait. So ``EventStream`` writes the response to the transport itself, with the other events of the step,
+and aiohttp takes it as already written.
 
 A message of a worker has tokens for many clients. Each write is a system call, and wakes its client up. Writes cost
 less back to back than between the work making the events. All that one client gets in a step is one write.

@@ -68,7 +68,7 @@ async def read_body(request: web.Request, room: BodyRoom, *, limit: int, idle_se
     upload = _Upload(content, idle_seconds)
     body: bytes | bytearray
     if encoding == "identity":
-        most = declared or limit + 1
+        most = content.total_bytes if content.is_eof() else declared or limit + 1
         parts: list[bytes] = []
         while not upload.at_eof:
             if room.size <= upload.received:

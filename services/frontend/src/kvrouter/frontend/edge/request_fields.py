@@ -174,7 +174,7 @@ class SharedFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Raises:
             BadRequest: a field is out of range or not supported.
         """
-        if prompts > 1 or _numbers(self) != _NO_NUMBERS:
+        if prompts != 1 or _numbers(self) != _NO_NUMBERS:
             self._check_numbers(prompts)
         if self.stop is not None:
             self.stop_strings()

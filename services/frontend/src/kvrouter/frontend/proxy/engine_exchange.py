@@ -199,7 +199,6 @@ class EngineConnection(asyncio.Protocol):
         """
         self._answered = answered = self._loop.create_future()
         self._answer, self._head_bytes, self._is_complete, self._ends_with_connection = None, 0, False, False
-        self._body.clear()
         if seconds is not None:
             self._deadline = self._loop.call_later(seconds, self._expire)
         if self._transport is None:
@@ -211,6 +210,7 @@ class EngineConnection(asyncio.Protocol):
     def end(self) -> bool:
         """Ends the exchange. Returns whether the connection can serve another request; otherwise it is closed."""
         self._answered = self._answer = None
+        self._body.clear()
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -249,15 +249,15 @@ class RoutedBody(msgspec.Struct, frozen=True):
                 check_vocabulary(token_ids, vocabulary, name)
         text, source = texts.find(model), self.source
         if text is None or source is None:
-            return self
+            return replace(self, source=None)
         try:
             (token_ids,) = await texts.tokens(text, [source], max_prompt_tokens, salt=self.cache_salt)
         except (RateLimited, Overloaded):
             raise
         except KvRouterError:
-            return replace(self, media=None)
+            return replace(self, media=None, source=None)
         if not token_ids:
-            return self
+            return replace(self, source=None)
         is_counted = self.media is None or self.media.is_counted
         return replace(self, token_ids=token_ids, is_tokenized=is_counted, source=None)
 

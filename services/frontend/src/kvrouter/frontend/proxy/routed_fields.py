@@ -98,12 +98,13 @@ def read_fields(body: bytes | bytearray) -> tuple[RoutedFields, bool]:
     Raises:
         BadRequest: it is not a JSON object, or a field has an impossible type or is too long.
     """
-    if len(body) > MAX_FIELDS_BYTES:
-        _check_short(body)
     split = split_json(body, _PROMPTS)
+    rest = body if split is None else split[0]
+    if len(rest) > MAX_FIELDS_BYTES:
+        _check_short(rest)
     if split is None:
         return decode_json(_FIELDS, body), True
-    rest, prompts, has_data_url = split
+    _, prompts, has_data_url = split
     fields = decode_json(_FIELDS, rest, is_checked=True)
     fields.prompt, fields.messages, fields.input = map(_Raw, prompts)
     return fields, has_data_url

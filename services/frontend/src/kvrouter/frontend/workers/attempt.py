@@ -186,10 +186,7 @@ class WorkerAttempt:
             return
         if self._has_output and not output.finish_reason and output.tokens <= self._left:
             self._left -= output.tokens
-            try:
-                self._on_output(output)
-            except Exception as error:
-                self._receiver_failed(error)
+            self._pass_on(output)
         else:
             self._take(output)
 
