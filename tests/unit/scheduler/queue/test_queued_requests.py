@@ -35,7 +35,7 @@ from kvrouter.v1.scheduler_pb2 import (
 )
 
 from ..api.session_client import opened
-from ..harness import POOL, Parts, ResidentBlocks, routing, selecting, view, worker
+from ..harness import BLOCK, POOL, Parts, ResidentBlocks, routing, selecting, view, worker
 
 FORECAST = RoutingOptions("forecast")
 
@@ -94,6 +94,20 @@ async def waiting(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_requests_are_accounted_for_until_their_end_when_the_block_size_changes() -> None:
+    parts = parts_of(total_blocks=100)
+    await parts.select(request("x"))
+    before = parts.pools.named(POOL.namespace, POOL.name)
+    parts.registered.register(view(worker(1, total_blocks=100), block_size=2 * BLOCK))
+    await parts.select(request("y"))
+    after = parts.pools.named(POOL.namespace, POOL.name)
+    assert after is not before
+    assert after.headroom.used("") > 0
+    free(parts, "x")
+    free(parts, "y")
+    assert (before.headroom.used(""), after.headroom.used("")) == (0, 0)
 
 
 async def test_one_without_room_waits_until_another_ends() -> None:

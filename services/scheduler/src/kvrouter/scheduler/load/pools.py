@@ -43,6 +43,7 @@ class Pool:
         accounting: Accounting,
         report_age_seconds: float,
         *,
+        headroom: Headroom | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = view.name
@@ -50,7 +51,8 @@ class Pool:
         self.reports = LoadReports(report_age_seconds, self.booked_load.most_booked)
         self.cache_hits = CacheHits()
         self.prediction_check = PredictionCheck(clock)
-        self.headroom = Headroom()
+        self.headroom = Headroom() if headroom is None else headroom
+        """That of the component's requests, also of those before its block size changed."""
         self.previous: dict[str, Rank] = {}
         """Last choice of each policy, by the policy's name."""
         self.follow(view)
@@ -201,7 +203,8 @@ class Pools:
             return pool
         # Another block size makes another component; the owners of bookings in the old one free them.
         if pool is None or pool.booked_load.block_size != view.descriptor.block_size:
-            pool = self._pools[view.name] = Pool(view, self._accounting, self._report_age)
+            headroom = None if pool is None else pool.headroom
+            pool = self._pools[view.name] = Pool(view, self._accounting, self._report_age, headroom=headroom)
         else:
             pool.follow(view)
         return pool

@@ -234,8 +234,9 @@ class QueuedRequests:
     def _component(self, pool: Pool) -> _Component:
         component = self._components.get(pool.name)
         if component is None:
-            component = self._components[pool.name] = _Component(RequestQueue(self.max_queued_requests), pool)
-        component.pool, component.queue.headroom = pool, pool.headroom
+            queue: RequestQueue[Key] = RequestQueue(self.max_queued_requests, pool.headroom)
+            component = self._components[pool.name] = _Component(queue, pool)
+        component.pool = pool
         return component
 
     def follow(self, booking_table: BookingTable) -> None:

@@ -128,12 +128,12 @@ class _Queued(Generic[T]):
 class RequestQueue(Generic[T]):
     """The queued requests of one component. Pure: every event is passed in with its time in seconds."""
 
-    def __init__(self, max_queued_requests: int = MAX_QUEUED_REQUESTS) -> None:
+    def __init__(self, max_queued_requests: int = MAX_QUEUED_REQUESTS, headroom: Headroom | None = None) -> None:
+        """Starts empty. ``headroom`` takes the dispatched requests; by default it is a new one."""
         self.max_queued_requests = max_queued_requests
-        self.headroom = Headroom()
-        """The dispatched requests; another one for other ranks."""
+        self._headroom = headroom = Headroom() if headroom is None else headroom
         self._queued: dict[T, _Queued[T]] = {}
-        self._order: FairOrder[T] = FairOrder(lambda tenant: self.headroom.used(tenant))
+        self._order: FairOrder[T] = FairOrder(headroom.used)
         self._now = 0.0
         self._room = FairBound(max_queued_requests, lambda: self._now)
         self._numbers = itertools.count()
@@ -234,7 +234,7 @@ class RequestQueue(Generic[T]):
     ) -> None:
         """Records a dispatch, which uses ``tokens`` of KV cache or as much as its slot counts."""
         tokens = max(1, tokens)
-        self.headroom.began(request, tenant, tokens, prompt_tokens, now)
+        self._headroom.began(request, tenant, tokens, prompt_tokens, now)
         if conversation and request not in self._running:
             key = tenant.name, conversation
             self._running[request] = key, tokens
@@ -249,7 +249,7 @@ class RequestQueue(Generic[T]):
         """Records the end of a dispatched request."""
         if self._forced is not None:
             self.started(request)
-        self.headroom.ended(request, now)
+        self._headroom.ended(request, now)
         if self._running and (running := self._running.pop(request, None)) is not None:
             key, tokens = running
             self._use(key, -tokens)
