@@ -14,7 +14,6 @@ from kvrouter.net.nats.client import TolerantClient
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor
-from nats.aio.client import Client
 
 from .event_batches import BLOCK_SIZE, RankSource
 
@@ -29,7 +28,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Client]:
+async def connected(url: str) -> AsyncIterator[TolerantClient]:
     """A connection that comes back by itself."""
 
     async def ignore(_error: Exception) -> None:
@@ -46,7 +45,7 @@ async def connected(url: str) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def indexing(
-    connection: Client,
+    connection: TolerantClient,
     component: ComponentName,
     replica_id: str = "replica",
     limits: Limits | None = None,

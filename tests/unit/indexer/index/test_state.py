@@ -217,6 +217,14 @@ async def test_what_takes_long_is_left_to_a_thread_with_all_that_follows() -> No
 
 
 @native
+async def test_the_caller_limits_how_long_a_message_takes() -> None:
+    index, many = state(), 4_000
+    index.events.apply([message(stored(0, range(1, many), range(1, many)))])
+    assert index.events.apply_at_once([message(cleared(1))], 25_000) == 0
+    assert index.events.apply_at_once([message(cleared(1))]) == 1
+
+
+@native
 async def test_what_takes_long_together_is_left_to_a_thread() -> None:
     index, many = state(), 8_000
     index.events.apply([message(stored(0, range(1, many), range(1, many)))])

@@ -83,10 +83,11 @@ class EventApplier:
                 else:
                     self.apply_batch(index, ReceivedBatch(message, batch))
 
-    def apply_at_once(self, messages: Sequence[StreamMessage]) -> int:
+    def apply_at_once(self, messages: Sequence[StreamMessage], most_ns: int = _SHORT_NS) -> int:
         """Applies the first messages on the event loop, as long as they take little time. Returns how many.
 
-        ``apply`` must get the others. A long delivery is left to it altogether.
+        ``apply`` must get the others, from the first one on that takes more than ``most_ns``, as estimated. A long
+        delivery is left to it altogether.
         """
         applied, left = 0, _AT_ONCE_NS
         if len(messages) > _AT_ONCE_MESSAGES or (index := self.shared.begin_at_once()) is None:
@@ -94,7 +95,7 @@ class EventApplier:
         try:
             for message in messages:
                 batch = validate(message.subject, message.data, self.block_size, self._unfit_workers)
-                if isinstance(batch, Refusal) or (ns := index.apply_ns(batch)) is None or ns > left or ns > _SHORT_NS:
+                if isinstance(batch, Refusal) or (ns := index.apply_ns(batch)) is None or ns > left or ns > most_ns:
                     break
                 left -= ns
                 self.apply_batch(index, ReceivedBatch(message, batch))

@@ -21,6 +21,8 @@ _WAIT_SECONDS = 1.0
 _CHECK_SECONDS = 2.0
 """Time without a message after which stream and consumer are checked: a lost consumer delivers nothing either."""
 _RETRY_SECONDS = (0.2, 2.0)  # first and longest pause
+_TAKEN_AT_ONCE_NS = 25_000
+"""Estimated time to apply a message as it is read. With its reading it takes what the client's budget counts for it."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -174,9 +176,10 @@ class Ingest:
 
     def _apply_at_once(self, delivery: Delivery) -> bool:
         """Applies a delivery of one message if that takes little time and none is missing. Returns whether it did."""
-        position = self.progress.position
-        is_next = position is not None and delivery.messages[-1].sequence == position.applied + 1
-        if position is None or not is_next or not self.events.apply_at_once(delivery.messages):
+        position, messages = self.progress.position, delivery.messages
+        if position is None or messages[-1].sequence != position.applied + 1:
+            return False
+        if not self.events.apply_at_once(messages, _TAKEN_AT_ONCE_NS):
             return False
         self._note_applied(position, delivery)
         return True

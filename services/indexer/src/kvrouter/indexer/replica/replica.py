@@ -20,7 +20,6 @@ from kvrouter.net.ticks import seconds_to_rest, tick
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName, worker_id_of_key
 from kvrouter.v1.registry_pb2 import AppliedRecord
-from nats.aio.client import Client
 
 log = structlog.get_logger(component="indexer")
 
@@ -38,7 +37,7 @@ class Replica:
     """Id of this replica."""
     directory: Directory
     """Components and workers of the namespace."""
-    connect: Callable[[], Awaitable[Client | LocalMessages]]
+    connect: Callable[[], Awaitable[TolerantClient | LocalMessages]]
     """Returns where events arrive: the connection to NATS, once it is reachable, or this process itself."""
     keys: LeasedKeys | LocalKeys
     """Registrations with the lifetime of this process."""
@@ -89,14 +88,17 @@ class Replica:
                 await asyncio.sleep(seconds_to_rest(began))
 
     async def _follow(
-        self, group: asyncio.TaskGroup, messages: Client | LocalMessages, views: Mapping[ComponentName, ComponentView]
+        self,
+        group: asyncio.TaskGroup,
+        messages: TolerantClient | LocalMessages,
+        views: Mapping[ComponentName, ComponentView],
     ) -> None:
         for name in [name for name in self.components if not self._is_same(name, views.get(name))]:
             await self._end(name)
         for name, view in views.items():
             if name not in self.components and view.descriptor.block_size:
                 log.info("component.found", component_name=str(name), block_size=view.descriptor.block_size)
-                consumer = DurableConsumer(messages, name, self.id) if isinstance(messages, TolerantClient) else None
+                consumer = None if isinstance(messages, LocalMessages) else DurableConsumer(messages, name, self.id)
                 self.components[name] = ComponentIndex(
                     name,
                     view.descriptor,

@@ -13,6 +13,7 @@ from aetcd import rpc
 from kvrouter.net.auth import CallerCheck, ServiceToken, showing
 from kvrouter.net.etcd import AWAY, Change, EtcdAccess, LeasedKeys, connect
 from kvrouter.net.local import LocalKeys, LocalMessages, LocalSystem
+from kvrouter.net.nats.client import TolerantClient
 from kvrouter.net.nats.connection import connect_nats
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.config.settings import ServiceSettings
@@ -21,7 +22,6 @@ from kvrouter.runtime.discovery.static_directory import StaticDiscovery
 from kvrouter.runtime.telemetry.connection_metrics import CallerMetrics, CallStreamMetrics, NatsMetrics
 from kvrouter.runtime.telemetry.metrics import metered_quarantine, new_registry
 from kvrouter.runtime.tracing.configuration import tracing
-from nats.aio.client import Client
 from prometheus_client import CollectorRegistry
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
@@ -83,7 +83,7 @@ class Runtime:
         self._background: set[asyncio.Task[None]] = set()
         self._nats_access = settings.nats_access()
         self._nats_metrics = NatsMetrics(registry)
-        self._nats: asyncio.Future[Client] | None = None
+        self._nats: asyncio.Future[TolerantClient] | None = None
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs a background task until it ends or the runtime is closed. Its failure ends the runtime."""
@@ -98,11 +98,11 @@ class Runtime:
             return self.local.registry.changes
         return None if self.listed is None else self.listed.changes
 
-    async def messages(self) -> Client | LocalMessages:
+    async def messages(self) -> TolerantClient | LocalMessages:
         """Returns where to receive messages of other processes, or of others in this one. Waits while NATS is away."""
         return await self.nats() if self.local is None else self.local.messages
 
-    async def nats(self) -> Client:
+    async def nats(self) -> TolerantClient:
         """Returns the process's NATS connection, which the first call opens. Waits while NATS is away."""
         if self._nats is None:
             self._nats = asyncio.get_running_loop().create_future()
@@ -118,7 +118,7 @@ class Runtime:
         for task in list(self._background):
             task.cancel()
 
-    async def _keep_nats(self, connected: asyncio.Future[Client]) -> None:
+    async def _keep_nats(self, connected: asyncio.Future[TolerantClient]) -> None:
         try:
             async with connect_nats(self._nats_access, self.instance_id, self._nats_metrics) as client:
                 connected.set_result(client)
