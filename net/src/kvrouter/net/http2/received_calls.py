@@ -10,6 +10,7 @@ from kvrouter.net.http2.frames import (
     END_STREAM,
     HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
+    LEAST_MAX_FRAME_BYTES,
     PREFACE,
     ErrorCode,
     Kind,
@@ -113,7 +114,7 @@ class ReceivedCalls(Http2Side):
 
     def send(self, call: ReceivedCall) -> None:
         """Adds the unsent data of a call to the bytes to write, as far as there is room."""
-        unsent = call.unsent if len(call.unsent) <= self._max_frame else memoryview(call.unsent)
+        unsent = call.unsent if len(call.unsent) <= LEAST_MAX_FRAME_BYTES else memoryview(call.unsent)
         sent = self._send_data(
             call.number, unsent, min(_TURN_BYTES, call.window, _MAX_UNWRITTEN_BYTES - self._unwritten)
         )

@@ -190,8 +190,8 @@ class Http2Side(ABC):
         """
         if not self.has_begun and not (data := self._take_preface(data)):
             return
+        # Flood items of the read so far: frames with little data, less what messages restore.
         fruitless = int(len(data) < LEAST_USEFUL_BYTES)
-        """Flood items of the read so far: frames with little data, less what messages restore."""
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
         if self._headers is None and not self.is_over:
@@ -391,7 +391,9 @@ class Http2Side(ABC):
                 headers[name] = b", ".join(value for each, value in fields if each == name)
         if before != (table.maxsize, *table.dynamic_entries):
             self._known_blocks = {}
-        elif len(self._known_blocks) < _MOST_KNOWN_BLOCKS:
+        else:
+            if len(self._known_blocks) >= _MOST_KNOWN_BLOCKS:
+                del self._known_blocks[next(iter(self._known_blocks))]
             self._known_blocks[block] = headers
         return headers
 
