@@ -41,7 +41,7 @@ _LAST = CallResponseKind.CALL_RESPONSE_KIND_LAST
 _PART = CallResponseKind.CALL_RESPONSE_KIND_PART
 _ENDED = CallResponseKind.CALL_RESPONSE_KIND_ENDED
 _FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
-_KINDS = frozenset({_LAST, 0, _FAILED, _ENDED})
+_WHOLE_KINDS = frozenset({_LAST, 0, _FAILED, _ENDED})
 """Kinds of responses other than parts."""
 
 _CANCEL_BYTES = 10
@@ -59,9 +59,9 @@ _ITEMS_OF_CANCEL = 100
 """Responses of a cancelled call under way."""
 
 
+# The messages of a probe. There are hundreds a second, for thousands of idle servers.
 _PING = OpenCallStreamRequest(ping=1).SerializeToString()
 _PONG = OpenCallStreamResponse(pong=1).SerializeToString()
-"""The messages of a probe. There are hundreds a second, for thousands of idle servers."""
 
 _LEAST_PART_BYTES = 256
 """Parts below this size are items of a flood: a server cuts long responses only."""
@@ -403,7 +403,7 @@ class ClientStream:
         parts = self._forget_parts(call) if self._parts else None
         if parts is not None:
             response = b"".join((*parts.parts, response))
-        if kind not in _KINDS:
+        if kind not in _WHOLE_KINDS:
             raise ProtocolViolation("unknown_kind", f"received a response of kind {kind}, which is not defined")
         if not kind and (call.receiver is None or not response):
             self._spend(1)
