@@ -25,7 +25,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from kvrouter.scheduler.load import latency
+from kvrouter.core.reference import speeds
+from kvrouter.scheduler.load import booked_load
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.policies.forecast import policy as forecast
 from kvrouter.scheduler.policies.interface import Amounts, SchedulingContext
@@ -53,6 +54,13 @@ LINEAR = {
 def constant(module: Any, name: str, value: object) -> Any:
     """One value of a module is another."""
     return mock.patch.object(module, name, value)
+
+
+@contextmanager
+def learned(name: str, value: float) -> Iterator[None]:
+    """Latency calibration has another constant. The reference of the native core learns."""
+    with constant(booked_load, "LatencyCalibration", speeds.LatencyCalibration), constant(speeds, name, value):
+        yield
 
 
 @contextmanager
@@ -123,8 +131,8 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "curves": lambda: mock.patch.multiple(forecast, **LINEAR),
     "room": lambda: constant(forecast, "ROOM", 1.0),
     "fit": lambda: terms(any_fits, unchanged),
-    "latency-calibration": lambda: constant(latency, "STEP", 0.0),
-    "relative-latency": lambda: constant(latency, "DOUBT", math.inf),
+    "latency-calibration": lambda: learned("STEP", 0.0),
+    "relative-latency": lambda: learned("DOUBT", math.inf),
     "output": lambda: constant(forecast, "OUTPUT_TOKENS", 0.0),
     "distinct-blocks": lambda: constant(router, "Accounting", partial(Accounting, assume_kv_reuse=False)),
     "least-first": lambda: constant(request_queue, "AGING", 1e9),
