@@ -1,4 +1,4 @@
-//! A table of records by id. Growth moves no record, and empty stretches are dropped, but for the last one.
+//! A table of records by id. Growth moves no record, and an empty stretch is dropped unless it is the only one.
 
 const STRETCH: u32 = 512;
 

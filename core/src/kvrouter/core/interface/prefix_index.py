@@ -174,6 +174,8 @@ class InvalidDump(ValueError):
 class PredictedIndex(Protocol):
     """Predicted blocks of ranks, derived from the requests sent to them.
 
+    Blocks are named by their sequence hashes, so a rank that holds a block holds those before it.
+
     Constructor: ``PredictedIndex(ttl_seconds=120.0, max_blocks=1 << 20, prune_ratio=0.8)``. The caller passes the time,
     in seconds of a monotonic clock; a time earlier than a previous one counts as the previous one. An entry
     (rank, place) expires ``ttl_seconds`` after a request with it was last recorded. When a call of ``record`` leads to
@@ -182,7 +184,11 @@ class PredictedIndex(Protocol):
     """
 
     def record(self, rank: Rank, sequence_hashes: bytes, now: float) -> None:
-        """Records a request with these blocks, sent to the rank."""
+        """Records a request with these blocks, sent to the rank.
+
+        Raises:
+            MemoryError: there is no room. The rank has no blocks then.
+        """
 
     def overlaps(self, sequence_hashes: bytes, now: float) -> dict[Rank, int]:
         """Returns the overlaps above 0 by rank, in blocks."""

@@ -1,6 +1,6 @@
 """Learns how long the ranks of a component compute prompts, and how long they receive prompts of others.
 
-    factor = exp(mean of log(measured / modelled)), the mean of about the last WINDOW measurements
+    factor = ``kvrouter.core.MeasuredFactor`` of measured over modelled times
 
 Measured are
 

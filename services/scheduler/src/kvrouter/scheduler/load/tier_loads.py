@@ -2,7 +2,7 @@
 
     share(w)  = sum over tiers of tokens to load * min(time to load one, time to compute one)  part of the forecast [ms]
     loaded(w) = share(w) + measured time to first token - forecast, at least LEAST_MS          measured load        [ms]
-    factor    = as in ``kvrouter.scheduler.load.prefill_times``, of loaded(w) over the load at the expected bandwidth
+    factor    = ``kvrouter.core.MeasuredFactor`` of loaded(w) over the load at the expected bandwidth
 
 A first token is measured if its prompt had at least LEAST_TOKENS to load, and its rank computed no other prompt. A
 request that loads from several tiers counts for each. Until there are measurements, the factor is 1: the registered

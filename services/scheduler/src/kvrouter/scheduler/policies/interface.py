@@ -69,7 +69,7 @@ class SchedulingContext(msgspec.Struct, frozen=True):
     expected_output_tokens: float = 0.0
     """Expected length of the output; 0 if unknown."""
     weighed_tokens: Column | None = None
-    """``new_prefill_tokens`` in stage decode; None if they are those without overlap."""
+    """``new_prefill_tokens`` in stage decode; None in other stages, where they follow from ``overlap_blocks``."""
 
     def at(self, places: NDArray[np.intp]) -> SchedulingContext:
         """Returns the context of some of the candidates."""

@@ -182,7 +182,8 @@ class Weighing(msgspec.Struct, frozen=True):
         *terms, cost = self.rows[:, index].tolist()
         at: Weighed[float] = Weighed(*terms)
         kept = ", room is kept for other tenants" if self.context.is_kept[index] else ""
-        full = ", no free slot" if self.context.free_slots[index] < 1 else kept
+        has_slot = self.context.request_limits[index] - self.context.active_requests[index] >= 1
+        full = kept if has_slot else ", no free slot"
         return (
             f"Formula for {rank_label(self.context.ranks[index])}: {cost:.1f} ms = "
             f"{at.forecast:.1f} to the first token + {at.batch:.1f} in its step + "
