@@ -1,7 +1,6 @@
 //! Access to the bytes of Python objects, without a copy if they are contiguous.
 
 use std::borrow::Cow;
-use std::sync::{Mutex, PoisonError};
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
@@ -210,25 +209,4 @@ pub fn pack<const N: usize>(
         }
         Ok(())
     })
-}
-
-/// The row of numbers that a class has packed last.
-#[derive(Default)]
-pub struct Row(Mutex<Option<Py<PyBytes>>>);
-
-impl Row {
-    /// Packs numbers; returns the same object as before if they are the same.
-    pub fn pack<'py>(&self, py: Python<'py>, numbers: &[f64]) -> PyResult<Bound<'py, PyBytes>> {
-        let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let words = numbers.iter().map(|number| number.to_ne_bytes());
-        if let Some(before) = &*lock()
-            && before.as_bytes(py).chunks_exact(8).eq(words.clone())
-        {
-            return Ok(before.bind(py).clone());
-        }
-        let row = pack(py, words)?;
-        let before = lock().replace(row.clone().unbind());
-        drop(before);
-        Ok(row)
-    }
 }

@@ -4,7 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::{Row, words};
+use super::buffers::{pack, words};
 use super::exclusive::Exclusive;
 use crate::index::tree::ranks::Name;
 use crate::load::cache_recency::{CachedRank, Recency};
@@ -13,7 +13,6 @@ use crate::load::cache_recency::{CachedRank, Recency};
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct CacheRecency {
     recency: Exclusive<Recency>,
-    chance: Row,
 }
 
 #[pymethods]
@@ -28,7 +27,7 @@ impl CacheRecency {
         }
         let bound = |value: i128| u64::try_from(value).unwrap_or(u64::MAX);
         let recency = Recency::new(bound(rank_sample), bound(max_sample), bound(history_sample) as usize);
-        Ok(Self { recency: Exclusive::new(recency), chance: Row::default() })
+        Ok(Self { recency: Exclusive::new(recency) })
     }
 
     fn set_ranks(&self, py: Python<'_>, ranks: Vec<CachedRank>) {
@@ -43,7 +42,7 @@ impl CacheRecency {
 
     fn reuse_chance<'py>(&self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyBytes>> {
         let chances = self.recency.with(py, false, |recency| recency.reuse_chance(now).to_vec());
-        self.chance.pack(py, &chances)
+        pack(py, chances.into_iter().map(f64::to_ne_bytes))
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {

@@ -1,46 +1,43 @@
-//! Python classes for what first tokens teach of the speed of ranks.
+//! Python classes that learn the speed of ranks from first tokens.
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::Row;
+use super::buffers::pack;
 use crate::index::tree::ranks::Name;
 use crate::load::cache_recency::CachedRank;
 use crate::load::speeds::{Calibration, Factor, Speed};
 
 /// Implements `kvrouter.core.interface.LatencyCalibration`.
 #[pyclass(module = "kvrouter.core._native")]
-pub struct LatencyCalibration {
-    calibration: Calibration,
-    row: Row,
-}
+pub struct LatencyCalibration(Calibration);
 
 #[pymethods]
 impl LatencyCalibration {
     #[new]
     fn new() -> Self {
-        Self { calibration: Calibration::new(), row: Row::default() }
+        Self(Calibration::new())
     }
 
     #[getter]
     fn value(&self) -> f64 {
-        self.calibration.value
+        self.0.value
     }
 
     fn set_ranks(&mut self, ranks: Vec<CachedRank>) {
-        self.calibration.set_ranks(&ranks);
+        self.0.set_ranks(&ranks);
     }
 
     fn speed(&mut self, rank: Name, now: f64) -> Speed {
-        self.calibration.speed(rank, now)
+        self.0.speed(rank, now)
     }
 
     fn learn(&mut self, measured_ms: f64, forecast_ms: f64, speed: Speed, now: f64) {
-        self.calibration.learn(measured_ms, forecast_ms, speed, now);
+        self.0.learn(measured_ms, forecast_ms, speed, now);
     }
 
     fn relative_latency<'py>(&mut self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyBytes>> {
-        self.row.pack(py, self.calibration.relative_latency(now))
+        pack(py, self.0.relative_latency(now).iter().map(|latency| latency.to_ne_bytes()))
     }
 }
 

@@ -60,8 +60,6 @@ class CacheRecency(Protocol):
 
         Blocks without content count as 0, and so does a rank whose number of blocks is unknown. The chance is renewed
         after 1 s, of at most 16 ranks in each call, in turns.
-
-        The native core returns the same object while the row is the same.
         """
 
     def __len__(self) -> int:

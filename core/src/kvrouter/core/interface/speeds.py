@@ -1,4 +1,4 @@
-"""What first tokens teach of the speed of ranks, and measurements of the speed of anything.
+"""Learns the speed of ranks from first tokens, and ratios of measured to modelled times.
 
 Each suitable first token of a rank gives x = log(measured / forecast), the forecast without the rank's own factor.
 From these::
@@ -89,10 +89,7 @@ class LatencyCalibration(Protocol):
         """
 
     def relative_latency(self, now: float) -> bytes:
-        """Returns a row of float64: the relative latency of each registered rank, at most REFRESH_S old.
-
-        The native core returns the same object while the row is the same.
-        """
+        """Returns a row of float64: the relative latency of each registered rank, at most REFRESH_S old."""
 
 
 FACTOR_HALF_LIFE_S = 120.0

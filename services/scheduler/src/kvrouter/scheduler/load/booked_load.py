@@ -87,9 +87,6 @@ class BookedLoad:
         self._knows_caches = False
         """Whether the size of any rank's cache is known. Otherwise chances of reuse are those that are set."""
         self._set_chance: Amounts = np.zeros(0)
-        self._chance: tuple[bytes, Amounts] = b"", np.zeros(0)
-        self._latency: tuple[bytes, Amounts] = b"", np.zeros(0)
-        """The last rows of the core with their arrays: it returns the same row until that changes."""
         self._registered: frozenset[Rank] = frozenset()
         self._known: tuple[Rank, ...] = ()
         """The ranks known to the core: it also knows those that have nothing but bookings."""
@@ -141,10 +138,7 @@ class BookedLoad:
         """Returns the mean chance over each registered rank's KV cache that a block is used again, in order of rank."""
         if not self._knows_caches:
             return self._set_chance
-        row = self._recency.reuse_chance(self.clock())
-        if row is not self._chance[0]:
-            self._chance = row, np.frombuffer(row)
-        return self._chance[1]
+        return np.frombuffer(self._recency.reuse_chance(self.clock()))
 
     def set_reuse_chance(self, chance: Amounts) -> None:
         """Sets the chance of each registered rank, which counts if the size of no rank's cache is known."""
@@ -152,10 +146,7 @@ class BookedLoad:
 
     def relative_latency(self) -> Amounts:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""
-        row = self.latency_calibration.relative_latency(self.clock())
-        if row is not self._latency[0]:
-            self._latency = row, np.frombuffer(row)
-        return self._latency[1]
+        return np.frombuffer(self.latency_calibration.relative_latency(self.clock()))
 
     @property
     def seconds_in_flight(self) -> float:
