@@ -1,5 +1,5 @@
-//! Reads JSON texts as far as passing them on needs: where values are, and what makes a text ambiguous, since two parsers
-//! may read two different values where an object has a field twice.
+//! Finds values in JSON texts, and what makes a text ambiguous: two parsers may read two different values where an object
+//! has a field twice.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -70,7 +70,7 @@ pub fn flaw(text: &[u8]) -> Option<String> {
     }
 }
 
-/// Finds the values of fields in a JSON object; None if it is none, is nested deeply, or cannot be passed on.
+/// Finds the values of fields in a JSON object; None if the text is no object, is nested deeply, or cannot be passed on.
 pub fn find_values(text: &[u8], fields: &[&[u8]]) -> Option<Values> {
     walk(text, fields, MAX_SPLIT_DEPTH).ok().filter(|_| skip_space(text).starts_with(b"{"))
 }

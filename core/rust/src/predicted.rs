@@ -119,12 +119,11 @@ impl Predicted {
                     if let Some(next) = depth.checked_sub(AHEAD).and_then(|next| hashes.get(next)) {
                         self.by_hash.prefetch(self.secret.mix(*next));
                     }
-                    let id = self.find_or_add(slot, *hash);
-                    run = (id.unwrap_or(0), id.unwrap_or(0));
-                    recorded = id.map(|_| ()).ok_or(NoMemory);
-                    if recorded.is_err() {
+                    let Some(id) = self.find_or_add(slot, *hash) else {
+                        recorded = Err(NoMemory);
                         break;
-                    }
+                    };
+                    run = (id, id);
                 }
             }
             let (now, entry) = (self.now, self.entries.at_mut(run.1));

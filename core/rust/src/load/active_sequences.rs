@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::hash::Secret;
 use crate::index::tree::ranks::Name;
 use crate::load::active_blocks::{ActiveBlocks, Piece, without_repeats};
+use crate::load::time_in_flight::TimeInFlight;
 use crate::load::tombstones::Tombstones;
 use crate::storage::trim_watermark::TrimWatermark;
 
@@ -129,42 +130,6 @@ struct Order {
     slots: Vec<u32>,
 }
 
-/// Bookings over which the mean time in flight is taken, and those after which it is taken again.
-const MEAN_BOOKINGS: f64 = 64.0;
-const MEAN_STEP: u32 = 8;
-
-/// Mean time from booking to end: booked seconds over ended bookings.
-struct TimeInFlight {
-    mean: f64,
-    booked_seconds: f64,
-    ended: f64,
-    until_mean: u32,
-    counted_until: f64,
-}
-
-impl TimeInFlight {
-    /// Counts the time of so many live bookings.
-    fn count(&mut self, live: usize, now: f64) {
-        self.booked_seconds += live as f64 * (now - self.counted_until);
-        self.counted_until = now;
-    }
-
-    /// Counts the end of one of so many live bookings.
-    fn end(&mut self, live: usize, now: f64) {
-        self.count(live, now);
-        self.ended += 1.0;
-        self.until_mean -= 1;
-        if self.until_mean == 0 {
-            self.until_mean = MEAN_STEP;
-            self.mean = self.booked_seconds / self.ended;
-            if self.ended >= MEAN_BOOKINGS {
-                self.booked_seconds /= 2.0;
-                self.ended /= 2.0;
-            }
-        }
-    }
-}
-
 /// The bookings by key, and the load of their ranks.
 pub struct Sequences {
     block_size: u64,
@@ -195,13 +160,7 @@ impl Sequences {
             free_slots: Vec::new(),
             order: None,
             bookings: HashMap::new(),
-            time_in_flight: TimeInFlight {
-                mean: f64::INFINITY,
-                booked_seconds: 0.0,
-                ended: 0.0,
-                until_mean: MEAN_STEP,
-                counted_until: 0.0,
-            },
+            time_in_flight: TimeInFlight::new(),
             booked: 0,
             freed: Tombstones::new(tombstones),
             active: ActiveBlocks::new(),
@@ -338,7 +297,7 @@ impl Sequences {
 
     /// Returns the mean time from booking to end in seconds; infinite while too few have ended.
     pub fn seconds_in_flight(&self) -> f64 {
-        self.time_in_flight.mean
+        self.time_in_flight.seconds()
     }
 
     fn load_of(&self, rank: Name) -> Option<&Load> {

@@ -7,4 +7,5 @@ pub(crate) mod cache_recency;
 pub(crate) mod forecast;
 pub(crate) mod recent_blocks;
 pub(crate) mod speeds;
+pub(crate) mod time_in_flight;
 pub(crate) mod tombstones;

@@ -1,4 +1,4 @@
-//! What first tokens teach of the speed of ranks. `kvrouter.core.interface.speeds` has the formulas.
+//! Learns the speed of ranks from first tokens. `kvrouter.core.interface.speeds` has the formulas.
 
 use std::collections::HashMap;
 

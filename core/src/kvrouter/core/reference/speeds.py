@@ -1,4 +1,4 @@
-"""What first tokens teach of the speed of ranks."""
+"""Learns the speed of ranks from first tokens."""
 
 from __future__ import annotations
 
