@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 from kvrouter.runtime.kv_transfer import KvTransfer
-from kvrouter.scheduler.policies.forecast.policy import DEFAULT_BUDGET, prefill_ms, step_ms
+from kvrouter.scheduler.policies.forecast.policy import DEFAULT_BUDGET, prefill_ms
 from kvrouter.v1.common_pb2 import PrefillDecision
 from numpy.typing import NDArray
 
@@ -160,11 +160,10 @@ def prefill_places(
 
 def modelled_ms(tokens: float) -> float:
     """Returns the time to compute prompt tokens on the engine model of mode forecast, ms."""
-    full, rest = divmod(tokens, DEFAULT_BUDGET)
-    return full * _FULL_STEP_MS + (step_ms(rest) if rest else 0.0)
+    return prefill_ms(tokens, DEFAULT_BUDGET, 0.0)
 
 
-_BUDGET, _NO_DECODING, _FULL_STEP_MS = np.array(DEFAULT_BUDGET), np.array(0.0), step_ms(DEFAULT_BUDGET)
+_BUDGET, _NO_DECODING = np.array(DEFAULT_BUDGET), np.array(0.0)
 
 
 def compute_ms(

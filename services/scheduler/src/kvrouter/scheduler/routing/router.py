@@ -198,9 +198,9 @@ class Router:
         if not self.booking_ownership.book(booking, self.clock()):
             return False
         if queried_indexer:
-            found, place = decision.snapshot, decision.place
-            reachable, lower = found.reachable_tokens(place), found.lower_of(place)
-            self.metrics.count_cached(pool.model, reachable, lower, found.block_size)
+            candidates, place = decision.snapshot, decision.place
+            reachable, lower = candidates.reachable_tokens(place), candidates.lower_of(place)
+            self.metrics.count_cached(pool.model, reachable, lower, candidates.block_size)
         return True
 
     def earlier_outcome(self, context: RequestContext, key: Key) -> SelectWorkerResponse | None:
