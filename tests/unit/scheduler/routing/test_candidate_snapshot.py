@@ -241,6 +241,11 @@ def test_every_column_agrees_with_the_rules(
         "prefill_requests": [row.load.head_requests for row in free],
     }
     assert {name: getattr(context, name).tolist() for name in columns} == columns
+    # The native core reads the bytes of these columns.
+    whole = (context.overlap_blocks, context.queued_blocks, context.total_blocks, context.max_batched_tokens)
+    real = (context.request_limits, context.relative_latency, context.reuse_chance)
+    assert {column.dtype for column in whole} == {np.dtype(np.int64)}
+    assert {column.dtype for column in real} == {np.dtype(np.float64)}
 
 
 def test_the_snapshot_of_a_decision_does_not_change_afterwards() -> None:
