@@ -254,14 +254,7 @@ class HttpApi:
 
     def _forwarding(self, handler: _BodyHandler, api: type[TranslatedRequest] | None = None) -> _BodyHandler:
         """Returns a handler forwarding requests, which ``handler`` runs if they are not for engines' own APIs."""
-        models = self._frontend.models
-
-        def handle(request: web.Request, body: _Body) -> Awaitable[web.StreamResponse]:
-            if not models.may_forward:
-                return handler(request, body)
-            return self._forwarded(request, body, handler, api)
-
-        return handle
+        return lambda request, body: self._forwarded(request, body, handler, api)
 
     def _translating(self, kind: type[TranslatedRequest]) -> _BodyHandler:
         """Returns a handler running requests of another API as chats, as one response or as events."""

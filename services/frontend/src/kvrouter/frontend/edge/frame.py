@@ -211,7 +211,7 @@ class ResponseFrame:
         }
 
     def whole(self, choices: Sequence[dict[str, Any]]) -> bytes:
-        """Returns a response with choices, or the last chunk of one without, as JSON."""
+        """Returns a whole response as JSON. Without choices it is the last chunk of a stream, which has the usage."""
         return msgspec.json.encode({**self.envelope(), "choices": choices, **self._usage()})
 
     def _usage(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class ResponseFrame:
         for index, count in enumerate(self.counts):
             output_tokens += count.output_tokens
             if index % self._sequences:
-                continue  # The first sequence of each prompt counts it.
+                continue  # Only the first sequence of each prompt counts the prompt.
             prompt_tokens += count.prompt_tokens
             if count.cached_tokens is not None:
                 details["cached_tokens"] += count.cached_tokens

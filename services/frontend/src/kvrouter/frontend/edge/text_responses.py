@@ -135,13 +135,8 @@ class WholeCompletion:
 
     def body(self) -> bytes:
         """Returns the response as JSON."""
-        frame, reason = self._frame, self._finish_reason
-        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": reason, "stop_reason": None}
-        if frame.returns_token_ids:
-            choice["token_ids"] = encode_token_ids(self._token_ids)
-        if frame.returns_prompt:
-            choice["prompt_token_ids"] = frame.prompt_json(0)
-        return frame.whole([choice])
+        frame, whole = self._frame, Piece("", self._token_ids, (), (), self._finish_reason, None)
+        return frame.whole([{"index": 0, "text": "", **_details(frame, 0, whole, 0, with_prompt=True)}])
 
 
 _AFTER_TOKENS = {
