@@ -63,7 +63,7 @@ _HTTP_CODES: Final = {
 
 _GOAWAY_BYTES: Final = 8
 _KNOWN_BLOCKS: Final[dict[bytes, dict[bytes, bytes]]] = {}
-"""Header blocks decoded with the table of HPACK with which connections begin: most servers send equal ones."""
+"""Decoded header blocks, for all connections whose HPACK table has not changed: most servers send equal blocks."""
 
 Metadata = Sequence[tuple[str, str]]
 """Names and values."""

@@ -16,8 +16,8 @@ The library delivers all it has read before other tasks run. This client takes a
 message. It awaits the callback of a subscription when it has read the message, where the library hands each message to
 a task, which costs more than most callbacks do. So a callback must not wait for an answer of NATS.
 
-The library reads its socket in a task, which takes a turn of the event loop for each read. Messages that a receiver
-takes at once do not wait for that turn, unless others do.
+The library reads its socket in a task, which takes a turn of the event loop for each read. While no earlier message
+waits, a receiver (``receive_at_once``) gets messages directly from the socket.
 
 Of headers it parses only those with a status of the server. kvrouter reads no others, and to parse the id
 and the stream of each event took longer than to apply the event.
@@ -44,7 +44,7 @@ _MESSAGE_US = 50
 """CPU time to receive and handle a small message, microseconds."""
 _BYTES_PER_US = 100
 _AT_ONCE_BYTES = 1 << 14
-"""Size of what is read from which on its messages have to wait for their turn: they are many, or large."""
+"""Size of a read from which on its messages go through the read loop: they are many, or large."""
 _JETSTREAM_DELIVERY = b"$JS.ACK."
 _STATUS = "Status"
 _STATUS_LINE = b"NATS/1.0 "
@@ -91,7 +91,10 @@ class _MessageParser(Parser):
         self.is_idle = True
 
     def precede(self, reader: asyncio.StreamReader) -> None:
-        """Hands on what ``reader`` receives while the read loop waits, up to the first message that is not taken."""
+        """Offers messages to their receivers before ``reader`` gets them, while the read loop waits.
+
+        The reader gets the rest, from the first message on that no receiver takes.
+        """
         feed = reader.feed_data
 
         def feed_rest(data: bytes) -> None:
@@ -155,9 +158,10 @@ class TolerantClient(Client):
         await or_cancelled(super().flush(*args, **kwargs))
 
     def receive_at_once(self, subscription: Subscription, receive: ReceiveAtOnce) -> None:
-        """Calls ``receive`` with each message of a subscription that was read while none waits. It must not block.
+        """Lets ``receive`` take messages of a subscription directly from the socket, while no earlier message waits.
 
-        The callback of the subscription gets the messages that it leaves, or raises for, and all statuses.
+        It must not block. The callback of the subscription gets all statuses, and the messages that ``receive`` does
+        not take or raises an exception for.
         """
         self._receivers[subscription._id] = receive  # noqa: SLF001 - no public name
 
@@ -169,7 +173,7 @@ class TolerantClient(Client):
         try:
             is_taken = receive(subject.decode("utf-8", _ESCAPED), reply.decode("utf-8", _ESCAPED), data)
         except Exception:
-            return False
+            return False  # The callback gets the message, and its error is reported.
         if is_taken:
             self.stats["in_msgs"] += 1
             self.stats["in_bytes"] += len(data)

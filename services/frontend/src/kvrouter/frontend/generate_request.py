@@ -1,6 +1,6 @@
 """A request within the Frontend, whichever of its APIs it came by.
 
-Its structs have fields of the contract's messages. To make and read messages takes many times as long.
+Its structs have the fields of the contract's messages, which take many times as long to make and read.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class StopRules(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, message: StopConditions) -> StopRules:
-        """Returns those of a message."""
+        """Returns the rules of a message."""
         rules = message.max_tokens, message.min_tokens, message.ignore_eos
         return cls(*rules, stop_token_ids=message.stop_token_ids[:], stop=message.stop[:])
 
     def after(self, output_tokens: int) -> StopRules:
-        """Returns those of the rest of an output."""
+        """Returns the rules for the rest of an output, of which so many tokens are there."""
         max_tokens, min_tokens = max(0, self.max_tokens - output_tokens), max(0, self.min_tokens - output_tokens)
         return replace(self, max_tokens=max_tokens, min_tokens=min_tokens)
 
     def write(self, message: StopConditions) -> None:
-        """Sets an empty message to them, without stop strings."""
+        """Writes the rules into an empty message, except stop strings."""
         message.max_tokens = self.max_tokens
         if self.min_tokens:
             message.min_tokens = self.min_tokens
@@ -64,11 +64,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, message: SamplingOptions) -> Sampling:
-        """Returns that of a message, of which it keeps parts."""
+        """Returns the options of a message, whose submessages are shared."""
         return cls(**{field.name: value for field, value in message.ListFields()})
 
     def write(self, message: SamplingOptions) -> None:
-        """Sets an empty message to it. A loop over the fields takes three times as long."""
+        """Writes the options into an empty message. A loop over the fields takes three times as long."""
         if self.temperature is not None:
             message.temperature = self.temperature
         if self.top_p is not None:
@@ -116,7 +116,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, message: FrontendServiceGenerateRequest) -> GenerateRequest:
-        """Returns the request of a message, of which it keeps parts."""
+        """Returns the request of a message, whose submessages are shared."""
         return cls(
             model=message.model,
             stop=StopRules.of(message.stop_conditions),
@@ -143,6 +143,6 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
         return "" if self.scope is None else self.scope.lora_name
 
     def use_adapter(self, model: str, lora_name: str) -> None:
-        """Names its base model, and the LoRA adapter of it; empty for the base model itself."""
+        """Sets the base model and the LoRA adapter; an empty name of an adapter stands for the base model itself."""
         self.model, self.scope = model, self.scope or BlockScope()
         self.scope.lora_name = lora_name

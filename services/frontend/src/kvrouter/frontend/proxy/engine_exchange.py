@@ -40,7 +40,7 @@ class EngineAnswer(Struct, eq=False):
     """The phrase of the status."""
     headers: CIMultiDict[str]
     unread: list[bytes]
-    """What waits to be taken of the body, to which the connection adds."""
+    """Parts of the body that were not taken yet. The connection appends to them."""
     _read_on: Callable[[], None]
     """Called when a body of which too much was unread has been taken."""
     _budget: LoopBudget
@@ -48,7 +48,7 @@ class EngineAnswer(Struct, eq=False):
     is_read: bool = False
     """Whether the body was taken to its end."""
     _unread_bytes: int = 0
-    """The bytes with which that arrived."""
+    """Size of the reads with these parts, bytes. It includes the framing of chunks."""
     _is_complete: bool = False
     _error: Exception | None = None
     _waiting: asyncio.Future[None] | None = None
@@ -109,7 +109,7 @@ class EngineAnswer(Struct, eq=False):
             self._pass, self._client = take, client
 
     def arrived(self, size: int) -> bool:
-        """Gives on what was added with so many bytes. Returns False if too much of it is unread."""
+        """Passes on the parts that a read of ``size`` bytes added. Returns False if too much is unread."""
         self._unread_bytes += size
         waiting = self._waiting
         if waiting is not None and self.unread and not waiting.done() and not self._passes_at_once(waiting):
@@ -162,7 +162,7 @@ class EngineConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._budget = loop_budget()
         self._body: list[bytes] = []
-        """What has arrived of the body, and was not taken."""
+        """Parts of the body that were not taken yet."""
         self.on_body = self._body.append
         """Takes a part of the body."""
         self._parser = httptools.HttpResponseParser(self)

@@ -274,7 +274,7 @@ def _text(value: object) -> str:
 def _stand_in(prompt: bytes, limit: int, *, has_data_url: bool = True) -> bytes:
     """Returns bytes in the place of tokens, four for each. An image is replaced by its digest, since it is long.
 
-    ``has_data_url`` is False if it is known to have no image.
+    ``has_data_url``: whether it may contain an image.
     """
     # Found from the end in a third of the time.
     if has_data_url and prompt.rfind(b'"data:') >= 0:

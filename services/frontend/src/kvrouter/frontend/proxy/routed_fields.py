@@ -93,7 +93,7 @@ _OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 def read_fields(body: bytes | bytearray) -> tuple[RoutedFields, bool]:
-    """Reads the fields of a JSON body. Returns also whether it may have the URL of an image with its data.
+    """Returns the fields of a JSON body, and whether it may contain a data URL, as of an image.
 
     Raises:
         BadRequest: it is not a JSON object, or a field has an impossible type or is too long.

@@ -128,10 +128,10 @@ class Progress(msgspec.Struct, eq=False):
                 self.kept.pieces.append(output.token_ids)
             if output_tokens > self.booking.room and not output.finish_reason:
                 self._report()
-        self.receiver.output(self._noted(output) if isinstance(output, DetailedOutput) else output)
+        self.receiver.output(self._note_details(output) if isinstance(output, DetailedOutput) else output)
 
-    def _noted(self, output: DetailedOutput) -> Output:
-        """Takes what a piece has besides tokens. Returns what the client gets of it."""
+    def _note_details(self, output: DetailedOutput) -> Output:
+        """Notes what a piece has besides tokens. Returns the piece for the client."""
         if output.finish_reason:
             self.is_whole = output.finish_reason not in _BROKEN_OFF
         if output.cached_tokens is None or self.cached_tokens is not None:

@@ -22,7 +22,8 @@ _CHECK_SECONDS = 2.0
 """Time without a message after which stream and consumer are checked: a lost consumer delivers nothing either."""
 _RETRY_SECONDS = (0.2, 2.0)  # first and longest pause
 _TAKEN_AT_ONCE_NS = 25_000
-"""Estimated time to apply a message as it is read. With its reading it takes what the client's budget counts for it."""
+"""Longest time to apply a message directly from the socket, as estimated. To read it takes as long, and the budget of
+the client counts 50 µs for both."""
 
 
 class Progress(msgspec.Struct, frozen=True):

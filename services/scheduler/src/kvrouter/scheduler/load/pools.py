@@ -52,7 +52,7 @@ class Pool:
         self.cache_hits = CacheHits()
         self.prediction_check = PredictionCheck(clock)
         self.headroom = Headroom() if headroom is None else headroom
-        """That of the component's requests, also of those before its block size changed."""
+        """What each tenant uses of the component. It outlives a change of the block size."""
         self.previous: dict[str, Rank] = {}
         """Last choice of each policy, by the policy's name."""
         self.follow(view)
@@ -69,8 +69,9 @@ class Pool:
         self.worker_set = WorkerSet(candidates_of(view.workers.values()))
         """Every registered rank."""
         self._capacity: Amounts = self.worker_set.slots
-        """Capacity of each rank in requests, at a mean time in flight."""
+        """Capacity of each rank in requests."""
         self._capacity_at = math.inf
+        """Mean time in flight for which the capacity was computed, seconds."""
         self.candidates = self.worker_set.candidates
         """The same, in order of rank."""
         self.booked_load.set_ranks(

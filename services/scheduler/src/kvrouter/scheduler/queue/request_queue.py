@@ -129,7 +129,7 @@ class RequestQueue(Generic[T]):
     """The queued requests of one component. Pure: every event is passed in with its time in seconds."""
 
     def __init__(self, max_queued_requests: int = MAX_QUEUED_REQUESTS, headroom: Headroom | None = None) -> None:
-        """Starts empty. ``headroom`` takes the dispatched requests; by default it is a new one."""
+        """Starts empty. ``headroom`` keeps account of the dispatched requests; None for a new one."""
         self.max_queued_requests = max_queued_requests
         self._headroom = headroom = Headroom() if headroom is None else headroom
         self._queued: dict[T, _Queued[T]] = {}
