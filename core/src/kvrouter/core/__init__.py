@@ -7,6 +7,7 @@ and otherwise the Python one. Services warn if they start with the reference and
 
 from __future__ import annotations
 
+import importlib
 import os
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ def _choose(requested: str) -> dict[str, tuple[str, Any]]:
     native: Any = None
     if requested != "reference":
         try:
-            from kvrouter.core import _native as native
+            native = importlib.import_module("kvrouter.core._native")
         except ImportError:
             if requested == "native":
                 raise
@@ -81,9 +82,7 @@ MISSING_NATIVE = (
 FORECAST_MODEL: Any = None
 """The class ``interface.ForecastModel`` of the native core; None without the native core."""
 if IMPLEMENTATION == "native":
-    from kvrouter.core import _native
-
-    FORECAST_MODEL = _native.ForecastModel
+    FORECAST_MODEL = importlib.import_module("kvrouter.core._native").ForecastModel
 
 if TYPE_CHECKING:
     # Type checkers see the reference. Tests check that the native core has the same interface.
