@@ -21,18 +21,3 @@ mod python;
 mod storage;
 mod vocabulary;
 mod wire;
-
-#[cfg(feature = "python")]
-use pyo3::prelude::*;
-
-#[cfg(feature = "python")]
-#[pymodule]
-mod _native {
-    #[pymodule_export]
-    use crate::python::{
-        ActiveSequences, ApplySummary, CacheRecency, EventBatch, EventRecorder, ForecastModel, LatencyCalibration,
-        MeasuredFactor, MemoryBudget, Observations, PredictedIndex, PrefixIndex, find_json_value, first_token_outside,
-        json_flaw, local_hashes, read_calls, read_messages, read_nats_messages, read_output, read_responses,
-        sequence_hashes, split_json, tokens_from_json, tokens_to_json, write_calls, write_responses,
-    };
-}

@@ -8,34 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from kvrouter.core import reference
 
-NAMES = {
-    "local_hashes",
-    "sequence_hashes",
-    "EventBatch",
-    "EventRecorder",
-    "MemoryBudget",
-    "Observations",
-    "LatencyCalibration",
-    "MeasuredFactor",
-    "PrefixIndex",
-    "PredictedIndex",
-    "ActiveSequences",
-    "CacheRecency",
-    "find_json_value",
-    "first_token_outside",
-    "json_flaw",
-    "read_calls",
-    "read_messages",
-    "read_nats_messages",
-    "read_output",
-    "read_responses",
-    "split_json",
-    "tokens_from_json",
-    "tokens_to_json",
-    "write_calls",
-    "write_responses",
-}
+NAMES = set(reference.__all__)
 SHOW = "import kvrouter.core as core; print(core.IMPLEMENTATION, *sorted(set(core.IMPLEMENTATIONS.values())))"
 
 

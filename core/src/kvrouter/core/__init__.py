@@ -12,6 +12,7 @@ import os
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from kvrouter.core import reference
 from kvrouter.core.interface import (
     ApplySummary,
     CachedRank,
@@ -38,8 +39,6 @@ def _choose(requested: str) -> dict[str, tuple[str, Any]]:
         ImportError: the native core is requested and is not built, or lacks a name.
         ValueError: ``requested`` is not ``native``, ``reference`` or ``auto``.
     """
-    from kvrouter.core import reference
-
     if requested not in ("auto", "native", "reference"):
         raise ValueError(f"expected KVROUTER_CORE to be native, reference or auto, received {requested!r}")
     native: Any = None
@@ -86,33 +85,7 @@ if IMPLEMENTATION == "native":
 
 if TYPE_CHECKING:
     # Type checkers see the reference. Tests check that the native core has the same interface.
-    from kvrouter.core.reference import (
-        ActiveSequences,
-        CacheRecency,
-        EventBatch,
-        EventRecorder,
-        LatencyCalibration,
-        MeasuredFactor,
-        MemoryBudget,
-        Observations,
-        PredictedIndex,
-        PrefixIndex,
-        find_json_value,
-        first_token_outside,
-        json_flaw,
-        local_hashes,
-        read_calls,
-        read_messages,
-        read_nats_messages,
-        read_output,
-        read_responses,
-        sequence_hashes,
-        split_json,
-        tokens_from_json,
-        tokens_to_json,
-        write_calls,
-        write_responses,
-    )
+    from kvrouter.core.reference import *  # noqa: F403
 else:
     globals().update((name, chosen) for name, (_, chosen) in _chosen.items())
 
@@ -122,23 +95,13 @@ __all__ = [
     "IMPLEMENTATIONS",
     "MISSING_NATIVE",
     "REQUESTED",
-    "ActiveSequences",
     "ApplySummary",
-    "CacheRecency",
     "CachedRank",
     "Call",
-    "EventBatch",
-    "EventRecorder",
     "IndexStats",
     "InvalidDump",
-    "LatencyCalibration",
     "LoadColumns",
-    "MeasuredFactor",
-    "MemoryBudget",
     "NotATokenId",
-    "Observations",
-    "PredictedIndex",
-    "PrefixIndex",
     "Rank",
     "RankInfo",
     "RefusedBatch",
@@ -146,20 +109,6 @@ __all__ = [
     "Speed",
     "TokenBuffer",
     "call_of",
-    "find_json_value",
-    "first_token_outside",
-    "json_flaw",
-    "local_hashes",
     "multimodal_hash",
-    "read_calls",
-    "read_messages",
-    "read_nats_messages",
-    "read_output",
-    "read_responses",
-    "sequence_hashes",
-    "split_json",
-    "tokens_from_json",
-    "tokens_to_json",
-    "write_calls",
-    "write_responses",
 ]
+__all__ += reference.__all__
