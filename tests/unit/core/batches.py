@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from kvrouter.core.interface import Rank
+from kvrouter.core.interface import LoadColumns, Rank
 from kvrouter.core.reference import sequence_hashes
 from kvrouter.v1.common_pb2 import CopyCounting, RankState
 from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent, KvEventBatch
@@ -38,6 +38,14 @@ def packed(hashes: Iterable[int]) -> bytes:
 
 def unpacked(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 8}Q", data)
+
+
+def load_rows(columns: LoadColumns) -> list[tuple[Rank, int, int, int, int]]:
+    """The ranks, each with active blocks, prefill tokens, requests, and leading active blocks."""
+    ranks, data = columns
+    numbers = memoryview(data).cast("q").tolist()
+    n = len(ranks)
+    return list(zip(ranks, *(numbers[c * n : (c + 1) * n] for c in range(4)), strict=True))
 
 
 def places(local: Iterable[int]) -> tuple[int, ...]:

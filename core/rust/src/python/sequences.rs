@@ -4,10 +4,8 @@ use std::borrow::Cow;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyKeyError, PyMemoryError, PyOverflowError, PyValueError};
-use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyTuple, PyType};
+use pyo3::types::{PyBytes, PyTuple};
 
 use super::buffers;
 use super::exclusive::Exclusive;
@@ -24,6 +22,9 @@ pub struct ActiveSequences {
     sequences: Exclusive<Sequences>,
     ranks: Mutex<Option<Ranks>>,
 }
+
+/// `kvrouter.core.interface.LoadColumns`.
+type LoadColumns<'py> = (Bound<'py, PyTuple>, Bound<'py, PyBytes>);
 
 /// The ranks as a Python tuple.
 struct Ranks {
@@ -46,11 +47,6 @@ fn tokens(value: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
         Err(_) if value.lt(0).unwrap_or(false) => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-fn load_columns(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
-    static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-    CLASS.import(py, "kvrouter.core.interface", "LoadColumns")
 }
 
 /// Returns columns, one after the other, as 64-bit words.
@@ -196,7 +192,7 @@ impl ActiveSequences {
         py: Python<'py>,
         sequence_hashes: Option<&Bound<'py, PyAny>>,
         prompt_tokens: Option<&Bound<'py, PyAny>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
+    ) -> PyResult<LoadColumns<'py>> {
         let hashes = sequence_hashes.map_or_else(|| Ok(Cow::default()), buffers::words)?;
         let prompt_tokens = prompt_tokens.map_or(Ok(Some(0)), tokens)?;
         let Some(prompt_tokens) = prompt_tokens else {
@@ -219,8 +215,7 @@ impl ActiveSequences {
                 &columns.head_prefill_since,
             ],
         )?;
-        // The class has a `__new__` in Python, which takes as long as the rest.
-        py.get_type::<PyTuple>().call_method1(intern!(py, "__new__"), (load_columns(py)?, (ranks, packed)))
+        Ok((ranks, packed))
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from kvrouter.core.interface import Rank
 from kvrouter.core.interface.load import MEAN_BOOKINGS, MEAN_STEP
 
-from ..batches import BookingRequest, packed
+from ..batches import BookingRequest, load_rows, packed
 
 BLOCK = 16
 ONE, TWO, THREE = (1, 0), (1, 1), (2, 0)
@@ -45,18 +45,15 @@ def with_ranks(sequences_class: type, *ranks: Rank, **options: int) -> Any:
 
 def load(sequences: Any, rank: Rank = ONE) -> tuple[int, int, int]:
     """(active blocks, prefill tokens, requests)"""
-    columns = sequences.loads()
-    at = columns.ranks.index(rank)
-    return columns.active_blocks[at], columns.prefill_tokens[at], columns.requests[at]
+    rows = load_rows(sequences.loads())
+    return next((blocks, tokens, requests) for each, blocks, tokens, requests, _ in rows if each == rank)
 
 
 def test_ranks_begin_without_load_and_come_in_order(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class, THREE, TWO, ONE)
     sequences.add_rank(ONE)
-    columns = sequences.loads(packed([1, 2]), 40)
-    assert list(columns.ranks) == [ONE, TWO, THREE]
-    assert list(columns.active_blocks) == [3, 3, 3]
-    assert list(columns.prefill_tokens) == list(columns.requests) == list(columns.leading_active_blocks) == [0, 0, 0]
+    rows = load_rows(sequences.loads(packed([1, 2]), 40))
+    assert rows == [(ONE, 3, 0, 0, 0), (TWO, 3, 0, 0, 0), (THREE, 3, 0, 0, 0)]
 
 
 def test_a_booking_counts_until_it_is_freed(sequences_class: type) -> None:
@@ -108,7 +105,7 @@ def test_untracked_bookings_have_no_blocks(sequences_class: type) -> None:
     sequences.book(*booking("a", [1, 2], 40, track=False))
     sequences.output_tokens(("a", 0, 1), 100)
     assert load(sequences) == (0, 40, 1)
-    assert list(sequences.loads(packed([1]), 16).leading_active_blocks) == [0]
+    assert load_rows(sequences.loads(packed([1]), 16)) == [(ONE, 1, 40, 1, 0)]
 
 
 def test_unique_blocks_are_shared_with_no_one(sequences_class: type) -> None:
@@ -118,18 +115,13 @@ def test_unique_blocks_are_shared_with_no_one(sequences_class: type) -> None:
     assert load(sequences)[0] == 5
     sequences.free(("a", 0, 1))
     assert load(sequences)[0] == 3
-    columns = sequences.loads(packed([1, 2]), 32)
-    assert (columns.active_blocks[0], columns.leading_active_blocks[0]) == (5, 0)
+    assert load_rows(sequences.loads(packed([1, 2]), 32)) == [(ONE, 5, 40, 1, 0)]
 
 
 def test_a_prompt_is_added_to_each_rank(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class, ONE, TWO)
     sequences.book(*booking("a", [1, 2, 3], 48, prefill=7))
-    columns = sequences.loads(packed([1, 2, 9, 3]), 70)
-    assert list(columns.active_blocks) == [3 + 1 + 1, 4 + 1]
-    assert list(columns.leading_active_blocks) == [2, 0]
-    assert list(columns.prefill_tokens) == [7, 0]
-    assert list(columns.requests) == [1, 0]
+    assert load_rows(sequences.loads(packed([1, 2, 9, 3]), 70)) == [(ONE, 3 + 1 + 1, 7, 1, 2), (TWO, 4 + 1, 0, 0, 0)]
     assert load(sequences)[0] == 3, "asking books nothing"
 
 
@@ -211,7 +203,7 @@ def test_a_rank_that_goes_frees_its_bookings(sequences_class: type) -> None:
     sequences.book(*booking("a", [2]))
     assert list(sequences.remove_rank(ONE)) == [("b", 0, 1), ("a", 0, 1)]
     assert list(sequences.remove_rank(ONE)) == []
-    assert list(sequences.loads().ranks) == [TWO]
+    assert sequences.loads()[0] == (TWO,)
     assert len(sequences) == 1
     assert not sequences.book(*booking("a", [2])), "freed, though its rank is unknown"
     sequences.add_rank(ONE)
@@ -332,8 +324,9 @@ def test_loads_equal_what_a_count_from_scratch_says(sequences_class: type, calls
         assert len(sequences) == len(model.live)
         prompt = hashes[::-1]
         for hashes_asked, tokens_asked in (([], 0), (prompt, BLOCK * len(prompt) + tokens % BLOCK)):
-            columns = sequences.loads(packed(hashes_asked), tokens_asked)
-            assert list(columns.rows()) == model.loads(hashes_asked, tokens_asked)
+            assert load_rows(sequences.loads(packed(hashes_asked), tokens_asked)) == model.loads(
+                hashes_asked, tokens_asked
+            )
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 4))
@@ -351,7 +344,7 @@ def test_the_order_in_which_news_arrives_does_not_matter(sequences_class: type, 
         rng.shuffle(order)
         for kind, what in order:
             getattr(sequences, kind)(*what)
-        loads.append(list(sequences.loads().rows()))
+        loads.append(load_rows(sequences.loads()))
         assert len(sequences) == len(bookings) - len(freed)
     assert loads[0] == loads[1]
 

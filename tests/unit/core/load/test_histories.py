@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kvrouter.core import reference
 
-from ..batches import packed
+from ..batches import load_rows, packed
 from ..conftest import implementation
 
 RANKS = st.sampled_from([(1, 0), (1, 1), (2, 0), (2**64 - 1, 2**32 - 1)])
@@ -131,11 +131,11 @@ class Histories(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "both"):
             return
-        for rank in self.ask("loads").ranks:
+        for rank in self.ask("loads")[0]:
             self.ask("remove_rank", rank)
         assert self.ask("__len__") == 0
         self.ask("add_rank", (1, 0))
-        assert list(self.ask("loads").rows()) == [((1, 0), 0, 0, 0, 0)]
+        assert load_rows(self.ask("loads")) == [((1, 0), 0, 0, 0, 0)]
 
 
 def _answer(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -160,13 +160,13 @@ def test_threads_read_what_is_booked() -> None:
         for number in range(60):
             key = (f"{worker} {number}", 0, 1)
             assert sequences.book(key, (worker, 0), prompt, 80_000, number) is not None
-            assert ((worker, 0), 5000, number, 1, 5000) in sequences.loads(prompt, 80_000).rows()
+            assert ((worker, 0), 5000, number, 1, 5000) in load_rows(sequences.loads(prompt, 80_000))
             if number % 10 == 0:
                 sequences.remove_rank((worker, 0))
                 sequences.add_rank((worker, 0))
             else:
                 assert sequences.free(key)
-            assert ((worker, 0), 0, 0, 0, 0) in sequences.loads().rows()
+            assert ((worker, 0), 0, 0, 0, 0) in load_rows(sequences.loads())
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(use, range(4)))
@@ -203,4 +203,4 @@ def test_many_ranks_that_leave_a_prompt_at_many_depths(seed: int, ranks: int) ->
             assert one.free(key)
         if number % 50 == 0:
             assert both[0].loads(packed(_LONG), 640) == both[1].loads(packed(_LONG), 640)
-    assert set(both[0].loads().active_blocks) == {0}
+    assert {active_blocks for _, active_blocks, *_ in load_rows(both[0].loads())} == {0}

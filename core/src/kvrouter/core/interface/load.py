@@ -2,63 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvrouter.core.interface.names import Rank
 
+LoadColumns = tuple[tuple[Rank, ...], bytes]
+"""The ranks in order, and the columns of their load, one after the other, with an entry for each rank.
 
-class LoadColumns(NamedTuple):
-    """Load of ranks as columns: entry i of each belongs to ``ranks[i]``. A sum above 2^63 - 1 is given as 2^63 - 1."""
+Six columns of signed 64-bit integers, in which a sum above 2^63 - 1 is given as 2^63 - 1:
 
-    ranks: tuple[Rank, ...]
-    """In order of (worker_id, dp_rank). The native core returns the same tuple until the ranks change."""
-    packed: bytes
-    """The columns one after the other, in the order below: six of signed 64-bit integers, and one of float64."""
+1. distinct blocks of the requests in flight and of the given request, if any;
+2. prompt tokens booked and not yet computed, without those of the given request;
+3. sequences of the live bookings;
+4. leading blocks of the given request active on the rank; 0 without a request;
+5. prefill tokens of the oldest booking with some whose prompt is not computed; 0 without one;
+6. number of such bookings: engines compute prompts in order of arrival, the oldest first.
 
-    @property
-    def active_blocks(self) -> memoryview:
-        """Distinct blocks of the requests in flight and of the given request, if any."""
-        return self._column(0)
+And one of float64:
 
-    @property
-    def prefill_tokens(self) -> memoryview:
-        """Prompt tokens booked and not yet computed, without those of the given request."""
-        return self._column(1)
-
-    @property
-    def requests(self) -> memoryview:
-        """Sequences of the live bookings."""
-        return self._column(2)
-
-    @property
-    def leading_active_blocks(self) -> memoryview:
-        """Leading blocks of the given request active on the rank; 0 without a request."""
-        return self._column(3)
-
-    @property
-    def head_prefill_tokens(self) -> memoryview:
-        """Prefill tokens of the oldest booking with some whose prompt is not computed; 0 without one."""
-        return self._column(4)
-
-    @property
-    def prefill_requests(self) -> memoryview:
-        """Number of such bookings. Engines compute prompts in order of arrival, the oldest first."""
-        return self._column(5)
-
-    @property
-    def head_prefill_since(self) -> memoryview[float]:
-        """Seconds at which the oldest was booked, or another such booking ended, if later; infinite without one."""
-        return memoryview(self.packed).cast("d")[6 * len(self.ranks) :]
-
-    def rows(self) -> Iterator[tuple[Rank, int, int, int, int]]:
-        """Iterates over the ranks, each with its numbers in the first four columns."""
-        return zip(self.ranks, *map(self._column, range(4)), strict=True)
-
-    def _column(self, number: int) -> memoryview[int]:
-        count = len(self.ranks)
-        return memoryview(self.packed).cast("q")[number * count : (number + 1) * count]
-
+7. seconds at which the oldest was booked, or another such booking ended, if later; infinite without one.
+"""
 
 MEAN_BOOKINGS, MEAN_STEP = 64, 8
 """Bookings over which the mean time in flight is taken, and those after which it is taken again."""
@@ -151,6 +114,8 @@ class ActiveSequences(Protocol):
 
     def loads(self, sequence_hashes: bytes = b"", prompt_tokens: int = 0) -> LoadColumns:
         """Returns the load of every rank. The blocks of a given prompt, with its partial one, count as active.
+
+        The native core returns the same tuple of ranks until they change.
 
         Raises:
             ValueError: the number of bytes of the sequence hashes is not a multiple of 8.

@@ -194,7 +194,7 @@ class ActiveSequences:
             rows.append((active, prefill, self.sequences(rank), leading, head, len(load.prompts)))
             since.append(load.since if load.prompts else math.inf)
         packed = array("q", (min(row[column], _LARGEST) for column in range(6) for row in rows))
-        return LoadColumns(tuple(sorted(self._loads)), packed.tobytes() + since.tobytes())
+        return tuple(sorted(self._loads)), packed.tobytes() + since.tobytes()
 
     def __len__(self) -> int:
         """Returns the number of live bookings."""

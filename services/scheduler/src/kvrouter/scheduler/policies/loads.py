@@ -27,7 +27,7 @@ class Loads(msgspec.Struct, frozen=True, dict=True):
     """Load as columns of shape (ranks,), in the order of the registered ranks: views of the packed bytes."""
 
     packed: bytes
-    """The columns, as in ``kvrouter.core.LoadColumns``."""
+    """The columns, as in ``kvrouter.core.interface.LoadColumns``."""
     now: float
     """Time at which they were read, seconds."""
 
