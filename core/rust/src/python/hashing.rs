@@ -22,28 +22,17 @@ pub fn local_hashes<'py>(
     scope: Option<&Bound<'py, PyAny>>,
     multimodal: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let hashes = hash_tokens(py, token_ids, block_size, scope, multimodal)?;
-    buffers::pack(py, hashes.into_iter().map(u64::to_le_bytes))
-}
-
-/// Returns the local hashes of the full blocks of a prompt.
-pub fn hash_tokens(
-    py: Python<'_>,
-    token_ids: &Bound<'_, PyAny>,
-    block_size: i64,
-    scope: Option<&Bound<'_, PyAny>>,
-    multimodal: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Vec<u64>> {
     let tokens = buffers::tokens(token_ids)?;
     let Some(block_size) = usize::try_from(block_size).ok().filter(|size| *size > 0) else {
         return Err(PyValueError::new_err("expected a block size of 1 or more"));
     };
     let (seed, content) = (buffers::seed(scope)?, buffers::multimodal(multimodal)?);
-    Ok(tokens.with(py, tokens.as_slice().len() > LONG_PROMPT, |tokens| {
+    let hashes = tokens.with(py, tokens.as_slice().len() > LONG_PROMPT, |tokens| {
         let mut hashes = Vec::new();
         hash::local_hashes(tokens, block_size, seed, &content, &mut hashes);
         hashes
-    }))
+    });
+    buffers::pack(py, hashes.into_iter().map(u64::to_le_bytes))
 }
 
 /// Returns the packed sequence hashes of packed local hashes from the start of a sequence.

@@ -10,7 +10,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 use super::dump::DumpChunks;
 use super::event_batch::{EventBatch, parse};
 use super::shared::Shared;
-use super::{buffers, hashing, interface};
+use super::{buffers, interface};
 use crate::index::Index;
 use crate::index::apply::Summary;
 use crate::index::budget;
@@ -160,22 +160,6 @@ impl PrefixIndex {
     ) -> PyResult<Bound<'py, PyBytes>> {
         let tier = tier_index(tier)?;
         let locals = buffers::words(local_hashes)?;
-        let overlaps =
-            self.index.read(py, |index| work::query(index, locals.len()), |index| index.overlaps(&locals, tier));
-        buffers::pack(py, overlaps.into_iter().map(u32::to_le_bytes))
-    }
-
-    #[pyo3(signature = (token_ids, block_size, scope=None, tier=1))]
-    fn overlaps_of_tokens<'py>(
-        &self,
-        py: Python<'py>,
-        token_ids: &Bound<'py, PyAny>,
-        block_size: i64,
-        scope: Option<&Bound<'py, PyAny>>,
-        tier: i64,
-    ) -> PyResult<Bound<'py, PyBytes>> {
-        let tier = tier_index(tier)?;
-        let locals = hashing::hash_tokens(py, token_ids, block_size, scope, None)?;
         let overlaps =
             self.index.read(py, |index| work::query(index, locals.len()), |index| index.overlaps(&locals, tier));
         buffers::pack(py, overlaps.into_iter().map(u32::to_le_bytes))

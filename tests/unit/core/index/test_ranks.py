@@ -6,8 +6,6 @@ import gc
 from types import ModuleType
 
 import pytest
-from kvrouter.core.interface import Scope
-from kvrouter.core.reference import local_hashes
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 
 from ..batches import (
@@ -27,7 +25,6 @@ from ..batches import (
     places,
     removed,
     stored,
-    unpacked,
 )
 
 OTHER = (7, 1)
@@ -184,18 +181,6 @@ class TestQueries:
         for query in (index.find_matches, index.overlaps):
             with pytest.raises(ValueError):
                 query(b"1234567")
-
-    def test_tokens(self, index_class: type) -> None:
-        tokens, scope = list(range(40)), Scope("adapter", "salt")
-        index = index_class()
-        for rank, one in ((RANK, Scope()), (OTHER, scope)):
-            local = unpacked(local_hashes(tokens, 16, one))
-            index.apply(batch(0, stored([101, 102], local), rank=rank))
-        slots = index.slots()
-        plain = index.overlaps_of_tokens(tokens, 16)
-        scoped = index.overlaps_of_tokens(tokens, 16, scope, 2)
-        assert plain == b"".join((2 if rank == RANK else 0).to_bytes(4, "little") for rank in slots)
-        assert scoped == b"".join((2 if rank == OTHER else 0).to_bytes(4, "little") for rank in slots)
 
     def test_shared_storage_has_what_any_rank_stored_there(self, index_class: type) -> None:
         index = index_class()

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from kvrouter.core.interface.events import ApplySummary
-from kvrouter.core.interface.names import Rank, RankInfo, Scope, TokenBuffer
+from kvrouter.core.interface.names import Rank, RankInfo
 
 
 class IndexStats(NamedTuple):
@@ -108,9 +108,6 @@ class PrefixIndex(Protocol):
         Raises:
             ValueError: the number of bytes is not a multiple of 8.
         """
-
-    def overlaps_of_tokens(self, token_ids: TokenBuffer, block_size: int, scope: Scope = ..., tier: int = 1) -> bytes:
-        """Returns ``overlaps`` of the hashes of tokens."""
 
     def slots(self) -> list[Rank | None]:
         """Returns the rank of each slot; None for a free slot, which the next new rank gets.

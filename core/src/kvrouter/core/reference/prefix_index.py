@@ -11,11 +11,11 @@ from itertools import takewhile
 from threading import RLock
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kvrouter.core.interface import ApplySummary, IndexStats, Rank, RankInfo, RefusedBatch, Scope, TokenBuffer
+from kvrouter.core.interface import ApplySummary, IndexStats, Rank, RankInfo, RefusedBatch
 from kvrouter.core.reference import rank_dump
 from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.event_rules import LAST_EVENT_ID, MAX_DEPTH, fault, tier_of
-from kvrouter.core.reference.hashing import local_hashes as hash_tokens, sequence_hashes, unpack
+from kvrouter.core.reference.hashing import sequence_hashes, unpack
 from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.rank_blocks import PLACES, RankBlocks
 from kvrouter.v1.common_pb2 import CopyCounting, Tier
@@ -198,16 +198,6 @@ class PrefixIndex:
             for place in unpack(sequence_hashes(local_hashes))
         )
         return sum(1 for _ in takewhile(bool, is_pooled))
-
-    def overlaps_of_tokens(
-        self,
-        token_ids: TokenBuffer,
-        block_size: int,
-        scope: Scope = Scope(),  # noqa: B008 (immutable)
-        tier: int = 1,
-    ) -> bytes:
-        """Returns ``overlaps`` of the hashes of tokens."""
-        return self.overlaps(hash_tokens(token_ids, block_size, scope), tier)
 
     @_locked
     def slots(self) -> list[Rank | None]:
