@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 
 import pytest
@@ -14,19 +14,13 @@ from kvrouter.v1.common_pb2 import Component
 from kvrouter.v1.indexer_pb2 import TakeSnapshotRequest, VerifyRequest
 from kvrouter.v1.names import ComponentName, namespace_prefix, services_prefix
 
+from ..waiting import until
 from .processes import PATIENCE_SECONDS, SCHEDULERS, Processes, start_system, system
 from .rig import FULL
 from .steady_load import Outcomes, steady_load
 
 LEASE_SECONDS = 2
 LEASE = ("--lease-seconds", str(LEASE_SECONDS))
-Condition = Callable[[], Awaitable[bool]]
-
-
-async def until(condition: Condition) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not await condition():
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture
@@ -70,7 +64,7 @@ async def until_back(etcd: str, prefix: str, keys: set[bytes]) -> None:
         return not missing
 
     try:
-        await until(back)
+        await until(back, PATIENCE_SECONDS)
     except TimeoutError:
         raise AssertionError(f"not back in etcd: {missing}") from None
 
@@ -82,7 +76,7 @@ async def more_requests(outcomes: Outcomes, count: int = 100 if FULL else 30) ->
     async def ended() -> bool:
         return outcomes.ended >= target
 
-    await until(ended)
+    await until(ended, PATIENCE_SECONDS)
 
 
 async def assert_settled(processes: Processes, pool: ComponentName) -> None:
@@ -97,7 +91,7 @@ async def assert_settled(processes: Processes, pool: ComponentName) -> None:
             found = [(each.compared, each.missing_blocks, each.surplus_blocks) async for each in ranks]
         return found == [(True, 0, 0)] * 2
 
-    await until(agrees)
+    await until(agrees, PATIENCE_SECONDS)
 
 
 async def test_every_key_that_is_deleted_comes_back_and_no_request_notices(

@@ -22,7 +22,8 @@ from kvrouter.v1.names import ComponentName
 
 from ..integration.indexer.indexing import connected, indexing
 from ..integration.indexer.resync.truth import registration_of
-from ..integration.relay.engine import Relay, relaying, until
+from ..integration.relay.engine import Relay, relaying
+from ..waiting import until
 
 BLOCK = 16
 """Tokens per block of the caches."""

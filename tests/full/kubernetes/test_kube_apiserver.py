@@ -24,7 +24,8 @@ from kvrouter.devtools.system.servers import EtcdServer
 from kvrouter.sidecar.kubernetes.selection import PodSelection, PoolName
 
 from ...kube_api_server import as_in_a_pod, pod
-from ...unit.sidecar.kubernetes.test_discovery import finding, until
+from ...unit.sidecar.kubernetes.test_discovery import finding
+from ...waiting import until
 
 BINARY = os.environ.get("KVROUTER_KUBE_APISERVER") or shutil.which("kube-apiserver") or ""
 SAMPLE = Path(__file__).parents[3] / "deploy/kubernetes/inference-pool.yaml"

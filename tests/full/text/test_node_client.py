@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
 
-from ...integration.frontend.gateway import MODEL, System, running_system, until
+from ...integration.frontend.gateway import MODEL, System, running_system
+from ...waiting import until
 
 NODE = Path(__file__).parent / "node"
 NO_REGISTRY = re.compile(r"ENOTFOUND|ECONNREFUSED|EAI_AGAIN|ETIMEDOUT|ENETUNREACH|E404|ENOTCACHED")

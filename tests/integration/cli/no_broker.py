@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +22,10 @@ from kvrouter.v1 import indexer_pb2
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.indexer_pb2 import GetStatsRequest, RankStats
 
+from ...waiting import until
+
 NOWHERE = {"KVROUTER_ETCD": "127.0.0.1:1", "KVROUTER_NATS": "nats://127.0.0.1:1"}
 """Servers that do not exist: nothing may need them."""
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Waits until a condition holds."""
-    async with asyncio.timeout(60):
-        while not await condition():
-            await asyncio.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class NoBroker:
             async with self.session.get(f"http://{self.ops}/ready") as response:
                 return response.status == 200
 
-        await until(is_ready)
+        await until(is_ready, 60)
 
     async def ranks(self) -> dict[int, RankStats]:
         """Returns what the Indexer knows of the first rank of each worker."""
@@ -96,7 +91,7 @@ class NoBroker:
                 return False  # gRPC is served a moment later
             return sum(each.registered and each.verified for each in ranks.values()) == workers
 
-        await until(compared)
+        await until(compared, 60)
 
     async def settled(self, worker: str, blocks: int) -> None:
         """Waits until no request is booked, and the index has so many blocks of a rank."""
@@ -106,7 +101,7 @@ class NoBroker:
             booked = await self.metric("kvrouter_scheduler_active_requests")
             return booked == 0 and (await self.ranks())[worker_id].blocks >= blocks
 
-        await until(is_settled)
+        await until(is_settled, 60)
 
     async def metric(self, name: str) -> float:
         """Returns the sum of a metric over its labels; -1 while it has no value."""
@@ -125,7 +120,7 @@ class NoBroker:
         async def is_logged() -> bool:
             return self.logged(event)
 
-        await until(is_logged)
+        await until(is_logged, 60)
 
 
 @asynccontextmanager
@@ -168,7 +163,7 @@ async def serving(
         return True
 
     try:
-        await until(listens)
+        await until(listens, 60)
         async with aiohttp.ClientSession() as session, open_channel(grpc) as channel:
             descriptor = indexer_pb2.DESCRIPTOR.services_by_name["IndexerService"]
             yield NoBroker(process, http, ops, cast(Indexer, remote(descriptor, channel)), session)

@@ -13,9 +13,10 @@ from kvrouter.devtools.system.ports import free_port
 from kvrouter.sidecar.engine_options import worker_id_of
 
 from ...kube_api_server import KubeApiServer, as_with_kubectl, pod, pool, serving_kube_api
+from ...waiting import until
 from ..frontend.endpoint_picker.gateway_stream import GatewayStream
 from ..sidecar.rig import BLOCK, EngineServer, vllm
-from .no_broker import Answer, NoBroker, begun, serving, until
+from .no_broker import Answer, NoBroker, begun, serving
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -65,18 +66,18 @@ async def test_engines_follow_their_pods(tmp_path: Path, kube: KubeApiServer) ->
         async def only_first() -> bool:
             return {(await system.ask(next(prompts))).worker for _ in range(6)} == {f"{first}:0"}
 
-        await until(only_first)
+        await until(only_first, 60)
         assert await registered(system) == {first, second}
         await kube.put(pod("two", TWO))
 
         # A pod that is terminating gets no more requests at once, and its running ones end.
         await kube.terminate("two")
-        await until(only_first)
+        await until(only_first, 60)
 
         async def two_has_left() -> bool:
             return await registered(system) == {first}
 
-        await until(two_has_left)
+        await until(two_has_left, 60)
         running = await begun(server, system.ask(PROMPT, max_tokens=60, ignore_eos=True))
         await kube.put(pod("two", TWO, uid="another-pod"))
         await system.serving(2)
@@ -86,7 +87,7 @@ async def test_engines_follow_their_pods(tmp_path: Path, kube: KubeApiServer) ->
             answer = await system.ask(PROMPT)
             return answer.worker == f"{second}:0"
 
-        await until(moved)
+        await until(moved, 60)
         answer = await running
         assert (answer.status, answer.worker) == (200, f"{first}:0"), "a running request is not ended"
         await kube.delete("one")
@@ -94,7 +95,7 @@ async def test_engines_follow_their_pods(tmp_path: Path, kube: KubeApiServer) ->
         async def left() -> bool:
             return await registered(system) == {second}
 
-        await until(left)
+        await until(left, 60)
         assert kube.lists == 1
 
 
@@ -110,7 +111,7 @@ async def test_a_restarted_container_is_a_new_incarnation(tmp_path: Path, kube: 
             async def indexed() -> bool:
                 return (await system.ranks())[worker].blocks == 8
 
-            await until(indexed)
+            await until(indexed, 60)
             before = (await system.ranks())[worker].cursor.incarnation
         async with one.started():
             await kube.put(pod("one", ONE, restarts=1, ready=False))
@@ -118,14 +119,14 @@ async def test_a_restarted_container_is_a_new_incarnation(tmp_path: Path, kube: 
             async def gone() -> bool:
                 return not await registered(system)
 
-            await until(gone)
+            await until(gone, 60)
             await kube.put(pod("one", ONE, restarts=1))
 
             async def renewed() -> bool:
                 rank = (await system.ranks()).get(worker)
                 return rank is not None and rank.registered and rank.cursor.incarnation > before
 
-            await until(renewed)
+            await until(renewed, 60)
             await system.serving(1)
             assert await system.ask(PROMPT) == Answer(200, f"{worker}:0", 0, 0)
 
@@ -175,7 +176,7 @@ async def test_the_picker_of_a_pool_names_its_pods(tmp_path: Path, kube: KubeApi
         async def left() -> bool:
             return await registered(system) == {worker_id_of(two.url)}
 
-        await until(left)
+        await until(left, 60)
         assert (await GatewayStream(channel).routed(body))[0] == [two.bind]
         status, _, _ = await GatewayStream(channel).refused(body, allowed=[one.bind])
         assert status == 503
@@ -194,7 +195,7 @@ async def test_a_state_is_of_one_incarnation_of_a_pod(tmp_path: Path, kube: Kube
             async def indexed() -> bool:
                 return all(each.blocks == 8 for each in (await system.ranks()).values())
 
-            await until(indexed)
+            await until(indexed, 60)
             assert await system.process.stop(20) == 0
         async with serving(tmp_path, options=options, name="again") as again:
             await again.ready()

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from kvrouter.devtools.system.ports import free_ports
 
+from ...waiting import until
 from ..frontend.access.keys import Keys
 from ..sidecar.rig import BLOCK, EngineServer, sglang, vllm
-from .no_broker import Answer, begun, command, serving, until
+from .no_broker import Answer, begun, command, serving
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -64,7 +65,7 @@ async def test_an_engine_that_restarts_is_taken_to_hold_nothing(tmp_path: Path) 
             async def indexed() -> bool:
                 return any(each.blocks >= 8 for each in (await system.ranks()).values())
 
-            await until(indexed)
+            await until(indexed, 60)
         async with restarting.started():
 
             async def emptied() -> bool:
@@ -75,9 +76,9 @@ async def test_an_engine_that_restarts_is_taken_to_hold_nothing(tmp_path: Path) 
                 answer = await system.ask(PROMPT)
                 return answer.status == 200
 
-            await until(emptied)
+            await until(emptied, 60)
             answer = Answer(0, "", 0, 0)
-            await until(answered)
+            await until(answered, 60)
             assert (answer.overlap_blocks, answer.cached_tokens) == (0, 0)
 
 
@@ -94,7 +95,7 @@ async def test_an_engine_that_comes_back_with_another_block_size_is_served(tmp_p
                 answer = await system.ask(PROMPT)
                 return answer.overlap_blocks == 4
 
-            await until(reused)
+            await until(reused, 60)
 
 
 async def test_an_engine_without_events_is_predicted_and_named(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ async def test_an_engine_without_events_is_predicted_and_named(tmp_path: Path) -
             async def follows(prompt: list[int] = prompt, first: Answer = first) -> bool:
                 return await system.ask(prompt) == Answer(200, first.worker, 8, 8 * BLOCK)
 
-            await until(follows)
+            await until(follows, 60)
             if number >= 5 and len(workers) == 2:
                 break
         assert len(workers) == 2
@@ -152,14 +153,14 @@ async def test_engines_of_a_file_come_and_go(tmp_path: Path) -> None:
             answer = await system.ask(PROMPT)
             return answer.status == 200 and answer.worker != first
 
-        await until(moved)
+        await until(moved, 60)
         assert await running == Answer(200, first, 8, 8 * BLOCK), "a running request is not ended"
         named.write_text(f"{one.url}\n{two.url}\n")
 
         async def both() -> bool:
             return sum(each.registered for each in (await system.ranks()).values()) == 2
 
-        await until(both)
+        await until(both, 60)
 
 
 @pytest.mark.full
@@ -180,7 +181,7 @@ async def test_an_operator_adds_drains_and_removes_engines(tmp_path: Path) -> No
         async def left() -> bool:
             return sum(each.registered for each in (await system.ranks()).values()) == 1
 
-        await until(left)
+        await until(left, 60)
         assert (await system.ask(PROMPT)).worker == first
 
 

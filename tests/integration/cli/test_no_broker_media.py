@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from ...byte_tokenizer import write_byte_tokenizer
+from ...waiting import until
 from ..sidecar.rig import BLOCK, EngineServer, vllm
-from .no_broker import NoBroker, serving, until
+from .no_broker import NoBroker, serving
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -97,7 +98,7 @@ async def settled(system: NoBroker, body: dict[str, Any], *, path: str = "/v1/ch
         seen = await ask(system, path, body)
         return seen.predicted == seen.cached > 0
 
-    await until(finds_it)
+    await until(finds_it, 60)
     return seen
 
 
@@ -173,7 +174,7 @@ async def test_a_stream_is_learned_from_too(system: NoBroker) -> None:
             await response.read()
             return response.headers["x-kvrouter-routed-on"] == "tokens"
 
-    await until(is_learned)
+    await until(is_learned, 60)
 
 
 @pytest.mark.full
@@ -193,7 +194,7 @@ async def test_an_image_by_its_url_is_not_fetched_and_followed_where_the_text_be
     async def is_emptied() -> bool:
         return not any(rank.blocks for rank in (await system.ranks()).values())
 
-    await until(is_emptied)
+    await until(is_emptied, 60)
     assert (await ask(system, "/v1/chat/completions", body)).predicted == 0
 
 

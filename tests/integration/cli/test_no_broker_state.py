@@ -23,8 +23,9 @@ import zmq.asyncio
 from kvrouter.devtools.system.ports import free_ports
 
 from ...faults.failpoints import RELAY_STEPS
+from ...waiting import until
 from ..sidecar.rig import BLOCK, EngineServer, events_at, vllm
-from .no_broker import NoBroker, serving, until
+from .no_broker import NoBroker, serving
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -61,7 +62,7 @@ async def fill(system: NoBroker, numbers: Sequence[int]) -> None:
         async def indexed(number: int = number) -> bool:
             return (await system.ask(prompt(number))).overlap_blocks == 2
 
-        await until(indexed)
+        await until(indexed, 60)
 
 
 async def saved(system: NoBroker) -> None:
@@ -73,7 +74,7 @@ async def saved(system: NoBroker) -> None:
         age = await system.metric("kvrouter_relay_state_age_seconds")
         return 0 <= age < time.monotonic() - began - 0.5
 
-    await until(written)
+    await until(written, 60)
 
 
 def resuming(directory: Path) -> tuple[str, ...]:

@@ -17,8 +17,9 @@ from kvrouter.devtools.system.certificates import LOOPBACK, PEER_DOMAIN, Develop
 from kvrouter.devtools.system.ports import free_ports
 
 from ...faults.wires import Wire
+from ...waiting import until
 from ..sidecar.rig import BLOCK, ENDLESS, ENDLESS_TOKENS, EngineServer, vllm
-from .no_broker import NoBroker, begun, serving, until
+from .no_broker import NoBroker, begun, serving
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -52,7 +53,7 @@ async def counts(system: NoBroker, expected: int, metric: str = REMOTE) -> None:
     async def known() -> bool:
         return await system.metric(metric) == expected
 
-    await until(known)
+    await until(known, 60)
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ async def test_each_knows_the_requests_of_the_other(logs: Path, same_list: bool)
         async def followed() -> bool:
             return (await two.ask(prompt(1))).overlap_blocks == 2
 
-        await until(followed)
+        await until(followed, 60)
 
 
 async def test_one_that_is_killed_under_load_costs_no_request_and_leaves_no_booking(logs: Path) -> None:
@@ -112,7 +113,7 @@ async def test_one_that_is_killed_under_load_costs_no_request_and_leaves_no_book
         async def shared() -> bool:
             return await two.metric(REMOTE) > 0
 
-        await until(shared)
+        await until(shared, 60)
         os.kill(one.process.pid, signal.SIGKILL)
         await one.process.stop(20)
         await two.until_logged("peer.away")
@@ -193,7 +194,7 @@ async def test_peers_show_certificates(logs: Path, caller: str) -> None:
                 return first.logged("peer.connected") and second.logged("peer.connected")
             return second.logged("peer.away") and (caller == "stranger" or first.logged("caller.refused"))
 
-        await until(decided)
+        await until(decided, 60)
         await second.until_logged("sidecar.engine_registered")
         assert second.logged("peer.connected") == (caller == "peer")
 
@@ -213,7 +214,7 @@ async def test_peers_show_the_service_token(logs: Path, is_same: bool) -> None:
         async def decided() -> bool:
             return two.logged("peer.connected" if is_same else "caller.refused")
 
-        await until(decided)
+        await until(decided, 60)
         assert two.logged("peer.connected") == is_same
 
 

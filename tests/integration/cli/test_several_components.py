@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ...waiting import until
 from ..sidecar.rig import BLOCK, EngineServer, sglang, vllm
-from .no_broker import command, serving, until
+from .no_broker import command, serving
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -39,7 +40,7 @@ async def test_each_model_has_engines_of_its_own(tmp_path: Path) -> None:
             async def hits(model: str = model) -> bool:
                 return (await system.ask(prompt(1), model=model)).overlap_blocks == 2
 
-            await until(hits)
+            await until(hits, 60)
             workers[model] = (await system.ask(prompt(1), model=model)).worker
         assert workers["m"] != workers["n"]
         assert (await system.ask(prompt(1), model="other")).status == 404
@@ -78,4 +79,4 @@ async def test_prefill_and_decode_engines_share_a_request(
                 for server in (prefill, decode)
             )
 
-        await until(is_shared)
+        await until(is_shared, 60)

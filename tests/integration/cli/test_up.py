@@ -10,7 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from google.protobuf.json_format import MessageToDict
 from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.frontend_pb2_grpc import FrontendServiceStub
+
+from ...waiting import until
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -77,12 +79,6 @@ async def up(directory: Path) -> AsyncIterator[RunningUp]:
     async with starting(directory) as system:
         await system.until_said("Ctrl-C stops everything")
         yield system
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def gone(pid: int) -> bool:

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
@@ -33,6 +33,8 @@ from kvrouter.client import (
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.devtools.system.stack import Stack
 
+from ...waiting import until
+
 MODEL = "mock-model"
 ENDLESS = 50_000
 
@@ -55,12 +57,6 @@ def prompt() -> list[int]:
 
 async def active_requests(client: Client) -> int:
     return sum(load["active_requests"] for load in await client.get_potential_loads([1]))
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
-        while not await condition():
-            await asyncio.sleep(0.02)
 
 
 async def until_idle(client: Client) -> None:

@@ -33,6 +33,7 @@ from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
 from ...hostile_worker import Behaviour, HostileWorker, registered_beside
+from ...waiting import until
 
 _FRONTEND = frontend_pb2.DESCRIPTOR.services_by_name["FrontendService"]
 
@@ -46,12 +47,6 @@ def request(tokens: Sequence[int] = range(100), **fields: Any) -> FrontendServic
         "stop_conditions": StopConditions(max_tokens=4),
     }
     return FrontendServiceGenerateRequest(**(defaults | fields))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @dataclass

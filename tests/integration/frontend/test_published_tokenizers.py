@@ -15,7 +15,8 @@ from kvrouter.net.etcd import connect
 from kvrouter.net.model_files import InvalidModelFiles, read_model_files
 from kvrouter.v1.names import ComponentName
 
-from .gateway import MODEL, System, until
+from ...waiting import until
+from .gateway import MODEL, System
 
 
 @pytest.fixture(scope="module")

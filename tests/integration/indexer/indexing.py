@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from kvrouter.core import Rank, local_hashes
@@ -18,13 +18,6 @@ from kvrouter.v1.registry_pb2 import ComponentDescriptor
 from .event_batches import BLOCK_SIZE, RankSource
 
 PATIENCE_SECONDS = 30.0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for a condition; fails where it does not come about in half a minute."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

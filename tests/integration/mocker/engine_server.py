@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -111,10 +111,3 @@ class Subscription:
             message = read_published(await self._socket.recv_multipart(), self._topic)
         assert message is not None
         return message
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)

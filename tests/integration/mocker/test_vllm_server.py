@@ -23,7 +23,8 @@ from kvrouter.v1.common_pb2 import CopyCounting, Tier
 from prometheus_client import CollectorRegistry
 
 from ...unit.engines.events.engine_frames import Engine
-from .engine_server import BLOCK, EVENTS, Client, Subscription, applied, blocks_of, replayed, until
+from ...waiting import until
+from .engine_server import BLOCK, EVENTS, Client, Subscription, applied, blocks_of, replayed
 
 PROMPT = list(range(1, 19))
 """Four full blocks and two tokens."""

@@ -18,6 +18,8 @@ from kvrouter.relay.app import running
 from kvrouter.relay.settings import RelaySettings
 from prometheus_client import CollectorRegistry
 
+from ...waiting import until
+
 BLOCK = 4
 
 
@@ -154,13 +156,6 @@ class Relay:
         if self._engine is not None:
             async with asyncio.timeout(30):
                 await self._engine.subscribed()
-
-
-async def until(condition: Any, seconds: float = 30) -> None:
-    """Waits until a condition holds."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def hashes_of(token_ids: list[int], scope: Scope = Scope()) -> Iterator[int]:  # noqa: B008 - immutable

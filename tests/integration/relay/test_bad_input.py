@@ -9,7 +9,8 @@ import pytest
 from kvrouter.engines.relay import engine_sockets
 
 from ...faults.wires import Wire
-from .engine import Beside, Engine, removed, stored, until
+from ...waiting import until
+from .engine import Beside, Engine, removed, stored
 
 
 class SilentWire(Wire):

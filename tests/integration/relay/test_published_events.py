@@ -16,9 +16,10 @@ from kvrouter.v1.common_pb2 import Tier
 from kvrouter.v1.names import ComponentName
 
 from ...captures import read_capture
+from ...waiting import until
 from ..indexer.indexing import connected, indexing
 from ..indexer.resync.truth import registration_of, resident_blocks
-from .engine import BLOCK, Beside, Engine, hashes_of, relaying, settings, stored, tokens, until
+from .engine import BLOCK, Beside, Engine, hashes_of, relaying, settings, stored, tokens
 
 
 async def test_every_rank_has_sockets_of_its_own(namespace: str, etcd_endpoint: str, nats_url: str) -> None:

@@ -11,7 +11,8 @@ from kvrouter.engines.events.zmq_frames import encode_sequence
 from kvrouter.engines.relay import rank_relay
 from structlog.testing import capture_logs
 
-from .engine import BLOCK, CLEARED, Beside, Engine, removed, stored, until
+from ...waiting import until
+from .engine import BLOCK, CLEARED, Beside, Engine, removed, stored
 
 
 async def test_what_an_engine_published_before_the_relay_started(engine: Engine, beside: Beside) -> None:

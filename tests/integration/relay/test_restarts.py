@@ -12,7 +12,8 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 from ...captures import read_capture
-from .engine import Beside, Engine, removed, stored, until
+from ...waiting import until
+from .engine import Beside, Engine, removed, stored
 
 
 async def test_a_restart_is_noticed_although_nothing_is_published(engine: Engine, beside: Beside) -> None:

@@ -28,6 +28,8 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateRequest, WorkerServiceGenerateResponse
 from prometheus_client import CollectorRegistry
 
+from ...waiting import until
+
 BLOCK = 4
 
 
@@ -42,13 +44,6 @@ def events_at(live: int = 0, replay: int = 0) -> str:
     """Returns the engine's configuration of events on two ports; 0 for free ones."""
     endpoints = {"endpoint": f"tcp://*:{live}", "replay_endpoint": f"tcp://*:{replay}"}
     return json.dumps({"enable_kv_cache_events": True, "topic": "kv"} | endpoints)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 Serving = Callable[[MockerSettings, CollectorRegistry], AbstractAsyncContextManager[ServedEngine]]

@@ -12,8 +12,9 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest, GetStatusResponse
 from kvrouter.v1.worker_pb2 import StopConditions
 
+from ...waiting import until
 from ..frontend.gateway import System, request, running_system
-from .rig import Beside, EngineServer, sglang, until, vllm
+from .rig import Beside, EngineServer, sglang, vllm
 
 SCHEDULING: dict[str, Any] = {"remote_prefill_min_tokens": 32, "kv_transfer_latency_ms": 0.0}
 

@@ -25,7 +25,8 @@ from kvrouter.v1.registry_pb2 import WorkerRegistration
 from prometheus_client import CollectorRegistry
 
 from ...kube_api_server import KubeApiServer, as_with_kubectl, pod, serving_kube_api
-from .rig import until, vllm
+from ...waiting import until
+from .rig import vllm
 
 
 @pytest.fixture

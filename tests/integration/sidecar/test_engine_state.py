@@ -10,7 +10,8 @@ import pytest
 from kvrouter.v1.common_pb2 import BlockScope
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
-from .rig import Beside, EngineServer, Sidecar, registration, sglang, tokens_of, until, until_registered, vllm
+from ...waiting import until
+from .rig import Beside, EngineServer, Sidecar, registration, sglang, tokens_of, until_registered, vllm
 
 PROMPT = list(range(1, 19))
 

@@ -10,8 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
+from ...waiting import until
 from .faulty_engine import METRICS, FaultyEngine, chunk
-from .rig import Beside, Sidecar, tokens_of, until, write_engine_keys
+from .rig import Beside, Sidecar, tokens_of, write_engine_keys
 
 OK = [chunk(1), chunk(2, finish="stop"), b"data: [DONE]\n\n"]
 

@@ -24,9 +24,10 @@ from kvrouter.v1.common_pb2 import BlockScope
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
+from ...waiting import until
 from ..frontend.access.keys import Keys
 from ..frontend.gateway import MODEL, System, request, running_system
-from .rig import BLOCK, Beside, EngineServer, Sidecar, sglang, until, vllm
+from .rig import BLOCK, Beside, EngineServer, Sidecar, sglang, vllm
 
 PROMPT = list(range(1, 1 + 12 * BLOCK))
 LORA = {"lora_modules": {"tuned": "org/tuned"}}

@@ -12,6 +12,7 @@ from kvrouter.mocker.serving.http import ServedEngine
 from kvrouter.v1.common_pb2 import BlockScope, Role, Stage
 from kvrouter.v1.worker_pb2 import FinishReason, TransferParams
 
+from ...waiting import until
 from .rig import (
     BLOCK,
     ENDLESS,
@@ -23,7 +24,6 @@ from .rig import (
     registration,
     sglang,
     tokens_of,
-    until,
 )
 
 PROMPT = list(range(1, 19))

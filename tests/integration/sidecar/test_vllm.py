@@ -14,6 +14,7 @@ from kvrouter.mocker.serving.http import ServedEngine
 from kvrouter.v1.common_pb2 import BlockScope, Role, Stage
 from kvrouter.v1.worker_pb2 import FinishReason, SamplingOptions, TransferParams
 
+from ...waiting import until
 from .rig import (
     BLOCK,
     ENDLESS,
@@ -26,7 +27,6 @@ from .rig import (
     events_at,
     registration,
     tokens_of,
-    until,
     vllm,
 )
 

@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 
 from ...byte_tokenizer import write_byte_tokenizer
+from ...waiting import until
 from ..frontend.access.keys import Keys
 from ..frontend.gateway import MODEL, running_system
-from .rig import Beside, EngineServer, sglang, until, vllm, write_engine_keys
+from .rig import Beside, EngineServer, sglang, vllm, write_engine_keys
 from .system import BLOCK, running_system as running_processes
 
 KEY = "engine-secret"

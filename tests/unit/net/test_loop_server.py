@@ -30,6 +30,7 @@ from kvrouter.net.rpc.call_gate import CallGate
 from kvrouter.net.rpc.loop_server import LoopServer
 
 from ...hostile_peer import HostilePeer, hostile_peer, message_head, request_headers
+from ...waiting import until
 
 ECHO = "/test.Service/Echo"
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -83,12 +84,6 @@ async def serving() -> AsyncIterator[Serving]:
         yield Serving(server, gate, echo, f"127.0.0.1:{port}")
     finally:
         await server.stop(0.0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def call(channel: grpc.aio.Channel, path: str = ECHO) -> Any:

@@ -16,8 +16,9 @@ from kvrouter.engines.fields import HARMLESS, INTERNAL, ROUTED
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.names import ComponentName
 
+from ....waiting import until
 from ..endpoint_picker.gateway_stream import GatewayStream
-from ..gateway import MODEL, System, running_system, until
+from ..gateway import MODEL, System, running_system
 from .keys import Keys
 
 BODY = {"model": MODEL, "prompt": list(range(100)), "max_tokens": 8, "cache_salt": "s", "stop": ["kept"]}

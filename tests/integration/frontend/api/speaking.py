@@ -16,7 +16,8 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateRequest
 from tokenizers import Tokenizer
 
-from ..gateway import MODEL, System, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, System, running_system
 
 
 class SpeakingEngine:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
 
-from ..gateway import MODEL, System, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, System, running_system
 
 HEAD = b'{"model": "%s", "messages": ' % MODEL.encode()
 MESSAGE = b'[{"role": "user", "content": "x"}]'

@@ -8,7 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from ..gateway import MODEL, System, until
+from ....waiting import until
+from ..gateway import MODEL, System
 
 BOTH = {"active_decode_blocks_threshold": 0.85, "active_prefill_tokens_threshold": 1000}
 

@@ -19,8 +19,9 @@ from kvrouter.mocker.settings import MockerSettings
 from kvrouter.mocker.vllm.app import serving_vllm
 from prometheus_client import CollectorRegistry
 
+from ....waiting import until
 from ..access.keys import Keys
-from ..gateway import MODEL, System, running_system, until
+from ..gateway import MODEL, System, running_system
 from .test_forwarding import register_engine, start_engine
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

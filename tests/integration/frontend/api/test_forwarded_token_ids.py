@@ -13,7 +13,8 @@ import pytest
 from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
 from tokenizers import Tokenizer
 
-from ..gateway import MODEL, System, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, System, running_system
 from .test_forwarding import start_engine
 
 TEXT = "Where does it open a socket?"

@@ -18,7 +18,8 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest
 from prometheus_client import CollectorRegistry
 
-from ..gateway import MODEL, System, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, System, running_system
 
 WHOLE = (
     b'{"id": "x",  "choices":[{"message":{"content":"\\u00e9 "}}], "odd": 1e2,\n'

@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from ..gateway import MODEL, System, until
+from ....waiting import until
+from ..gateway import MODEL, System
 
 
 @pytest.fixture

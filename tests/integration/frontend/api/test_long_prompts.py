@@ -13,7 +13,8 @@ from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
 from kvrouter.frontend.edge import json_body, token_list
 from kvrouter.frontend.text.client_work import LONG_BODY_BYTES, SLICE
 
-from ..gateway import MODEL, System, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, System, running_system
 
 TEXT = "a word that is known and another " * (4 * LONG_BODY_BYTES // 32)
 MESSAGES = {"messages": [{"role": "user", "content": TEXT}]}

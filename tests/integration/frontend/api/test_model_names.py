@@ -22,8 +22,9 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceSelectWorkerRequest
 from kvrouter.v1.scheduler_pb2 import ExplainRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
+from ....waiting import until
 from ..access.keys import Keys
-from ..gateway import MODEL, System, request, running_system, until
+from ..gateway import MODEL, System, request, running_system
 from .speaking import speaking_system
 from .test_forwarding import Engine, start_engine, too_busy
 

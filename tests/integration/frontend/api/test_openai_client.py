@@ -11,7 +11,8 @@ import openai
 import pytest
 from kvrouter.devtools.system.small_tokenizer import VOCABULARY_SIZE, write_small_tokenizer
 
-from ..gateway import MODEL, System, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, System, running_system
 
 
 @pytest.fixture(scope="module")

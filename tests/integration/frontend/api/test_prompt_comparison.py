@@ -17,8 +17,9 @@ from kvrouter.v1.frontend_pb2 import GetWorkerHealthRequest, GetWorkerHealthResp
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, GetStatusResponse, RankStatus
 
 from ....byte_tokenizer import write_byte_tokenizer
+from ....waiting import until
 from ...sidecar.rig import EngineServer, beside, sglang, vllm, write_engine_keys
-from ..gateway import MODEL, System, running_system, until
+from ..gateway import MODEL, System, running_system
 
 KEY = "engine-secret"
 

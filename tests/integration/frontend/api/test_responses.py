@@ -15,7 +15,8 @@ import pytest
 from kvrouter.devtools.system.small_tokenizer import write_small_tokenizer
 from openai.types.responses import Response
 
-from ..gateway import MODEL, System, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, System, running_system
 from .speaking import SpeakingEngine, speaking_system
 from .test_forwarded_messages import break_off, stream_chat
 from .test_forwarding import start_engine

@@ -21,7 +21,8 @@ from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest, GetStatusRequest
 from prometheus_client import CollectorRegistry
 
 from ....hostile_worker import Behaviour, HostileWorker, registered_beside
-from ..gateway import System, request, running_system, until
+from ....waiting import until
+from ..gateway import System, request, running_system
 
 PREFILL, DECODE = "prefill", "decode"
 SCHEDULING = {"router_mode": "kv", "kv_events": False, "remote_prefill_min_tokens": 32, "kv_transfer_latency_ms": 0.0}

@@ -9,7 +9,8 @@ import grpc.aio
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.names import ComponentName
 
-from ..gateway import MODEL, System, until
+from ....waiting import until
+from ..gateway import MODEL, System
 from .gateway_stream import GatewayStream
 
 

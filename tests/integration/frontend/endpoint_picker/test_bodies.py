@@ -16,7 +16,8 @@ from kvrouter.devtools.system.ports import free_port
 from kvrouter.frontend.schedulers.link_pool import SchedulerLinks
 from kvrouter.publisher.worker import running
 
-from ..gateway import MODEL, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, running_system
 from .gateway_stream import GatewayStream
 from .picking import Gateway
 from .test_endpoint_picker import queued_requests

@@ -23,8 +23,9 @@ from prometheus_client import CollectorRegistry
 
 from tests.integration.runtime.tracing.collector import collecting
 
+from ....waiting import until
 from ...sidecar.rig import write_engine_keys
-from ..gateway import MODEL, System, running_system, until
+from ..gateway import MODEL, System, running_system
 from .gateway_stream import headers
 from .picking import Gateway
 

@@ -12,7 +12,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeade
 from kvrouter.devtools.system.ports import free_port
 
 from ....byte_tokenizer import write_byte_tokenizer
-from ..gateway import MODEL, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, running_system
 from .gateway_stream import headers
 from .picking import Gateway
 

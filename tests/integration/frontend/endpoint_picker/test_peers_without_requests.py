@@ -11,7 +11,8 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeade
 from kvrouter.frontend.proxy.endpoint_picker import server
 
 from ....hostile_peer import hostile_peer
-from ..gateway import MODEL, until
+from ....waiting import until
+from ..gateway import MODEL
 from .gateway_stream import MODES, headers
 from .picking import Gateway
 

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from kvrouter.v1.common_pb2 import TokenIds
 from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 from prometheus_client.parser import text_string_to_metric_families
+
+from ....waiting import until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -73,7 +75,7 @@ class Gateway:
         async def counted() -> bool:
             return await self.served() == requests
 
-        await until(counted)
+        await until(counted, 120)
 
     async def ready_processes(self) -> list[str]:
         try:
@@ -92,12 +94,6 @@ class Gateway:
             if parent == self.process.pid:
                 found.add(int(status.parent.name))
         return found
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(120):
-        while not await condition():
-            await asyncio.sleep(0.05)
 
 
 def start(module: str, *options: str) -> subprocess.Popen[bytes]:
@@ -138,7 +134,7 @@ async def gateway(system: list[str], silence_seconds: str) -> AsyncIterator[Gate
             assert process.poll() is None
             return len(await running.ready_processes()) == PROCESSES
 
-        await until(all_ready)
+        await until(all_ready, 120)
         yield running
     finally:
         process.terminate()
@@ -153,7 +149,7 @@ async def test_all_processes_serve_http_and_grpc_and_count_together(gateway: Gat
         return len(await gateway.samples("kvrouter_frontend_http_connections")) == PROCESSES and requests >= 20
 
     requests = 0
-    await until(each_has_served)
+    await until(each_has_served, 120)
     options = [("grpc.use_local_subchannel_pool", 1)]
     generating = FrontendServiceGenerateRequest(
         model=MODEL, token_ids=TokenIds(ids=[1, 2, 3]), stop_conditions=StopConditions(max_tokens=1)
@@ -183,7 +179,7 @@ async def test_a_process_that_is_killed_is_replaced_while_the_others_serve(gatew
         now = gateway.children()
         return victim not in now and len(await gateway.ready_processes()) == PROCESSES
 
-    await until(replaced)
+    await until(replaced, 120)
     assert (await gateway.samples("kvrouter_frontend_process_restarts_total"))[""] == 1
     for _ in range(10):
         await gateway.complete()
@@ -201,7 +197,7 @@ async def test_a_process_that_hangs_is_replaced(gateway: Gateway) -> None:
     async def replaced() -> bool:
         return victim not in gateway.children() and len(await gateway.ready_processes()) == PROCESSES
 
-    await until(replaced)
+    await until(replaced, 120)
     assert (await gateway.samples("kvrouter_frontend_process_restarts_total"))[""] >= 1
     for _ in range(10):
         await gateway.complete()
@@ -233,7 +229,7 @@ async def test_children_end_with_a_parent_that_is_killed(gateway: Gateway) -> No
     async def ended() -> bool:
         return not any(os.path.exists(f"/proc/{child}") for child in children)  # noqa: ASYNC240
 
-    await until(ended)
+    await until(ended, 120)
 
 
 @pytest.mark.full

@@ -18,7 +18,8 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import KvRouterError
 from kvrouter.v1.worker_pb2 import StopConditions
 
-from ..gateway import MODEL, request, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, request, running_system
 
 SECRET = 77_123_456
 PREAMBLE = [SECRET] * 16 + [SECRET + 1] * 16

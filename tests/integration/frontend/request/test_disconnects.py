@@ -20,7 +20,8 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, GetWorkerHe
 from kvrouter.v1.worker_pb2 import FinishReason, StopConditions
 
 from ....hostile_worker import Context, HostileWorker, piece
-from ..gateway import System, hostile_worker, request, running_system, until
+from ....waiting import until
+from ..gateway import System, hostile_worker, request, running_system
 
 WORKER, FAILING = 2, 3
 MAX_TOKENS = 4

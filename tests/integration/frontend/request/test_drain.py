@@ -18,7 +18,8 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateResponse
 from kvrouter.v1.scheduler_pb2 import DrainWorkerRequest, UndrainWorkerRequest
 from kvrouter.v1.worker_pb2 import SamplingOptions, StopConditions
 
-from ..gateway import System, request, running_system, until
+from ....waiting import until
+from ..gateway import System, request, running_system
 
 DRAINED, OTHER = 1, 2
 

@@ -13,7 +13,8 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendSer
 from kvrouter.v1.worker_pb2 import FinishReason, StopConditions
 
 from ....hostile_worker import registered_beside
-from ..gateway import System, request, running_system, until
+from ....waiting import until
+from ..gateway import System, request, running_system
 
 LONG = StopConditions(max_tokens=3000)
 

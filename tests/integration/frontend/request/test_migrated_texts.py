@@ -18,7 +18,8 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, TopLogprobs, WorkerServiceGenerateRequest
 
 from ....byte_tokenizer import write_byte_tokenizer
-from ..gateway import MODEL, System, running_system, until
+from ....waiting import until
+from ..gateway import MODEL, System, running_system
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]

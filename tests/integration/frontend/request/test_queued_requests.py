@@ -12,7 +12,8 @@ from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
 from kvrouter.v1.scheduler_pb2 import GetStatusRequest, QueueStatus
 from kvrouter.v1.worker_pb2 import StopConditions
 
-from ..gateway import System, request, running_system, until
+from ....waiting import until
+from ..gateway import System, request, running_system
 
 BLOCKS = 32
 """KV blocks of an engine; four prompts of ``unlike`` fit."""

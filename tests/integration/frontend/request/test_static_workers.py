@@ -36,7 +36,8 @@ from kvrouter.v1.worker_pb2 import StopConditions
 from pydantic import ValidationError
 
 from ....hostile_worker import HostileWorker, hangs
-from ..gateway import MODEL, request, until
+from ....waiting import until
+from ..gateway import MODEL, request
 
 NOWHERE = {"etcd": "127.0.0.1:1", "nats": "nats://127.0.0.1:1"}
 """Where nobody listens: nothing may depend on them."""

@@ -37,8 +37,9 @@ from ....hostile_worker import (
     registered_beside,
     writes,
 )
+from ....waiting import until
 from .. import gateway
-from ..gateway import System, request, running_system, until
+from ..gateway import System, request, running_system
 
 SOUND, HOSTILE = 1, 2
 

@@ -17,8 +17,9 @@ from nats.aio.client import Client
 from nats.js.api import AckPolicy
 from structlog.testing import capture_logs
 
+from ....waiting import until
 from ..event_batches import RankSource, tokens
-from ..indexing import PATIENCE_SECONDS, connected, follows, indexing, matches, overlaps, until
+from ..indexing import PATIENCE_SECONDS, connected, follows, indexing, matches, overlaps
 
 PROMPT = tokens(6)
 

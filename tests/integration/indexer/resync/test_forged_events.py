@@ -18,8 +18,9 @@ from kvrouter.v1.events_pb2 import BlocksCleared, BlocksRemoved, KvEvent, KvEven
 from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 
+from ....waiting import until
 from ..event_batches import BLOCK_SIZE
-from ..indexing import indexing, until
+from ..indexing import indexing
 from .truth import Cache, agrees, caching, registration_of, resident_blocks, worker_config
 
 LARGEST = (1 << 64) - 1

@@ -21,8 +21,9 @@ from kvrouter.v1.registry_pb2 import RankRegistration, WorkerRegistration
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from ....waiting import until
 from ..event_batches import BLOCK_SIZE
-from ..indexing import indexing, until
+from ..indexing import indexing
 from .truth import Cache, agrees, caching, registration_of, resident_blocks, worker_config
 
 

@@ -21,8 +21,9 @@ from kvrouter.v1.registry_pb2 import AppliedRecord, ComponentDescriptor, WorkerR
 from kvrouter.v1.snapshot_pb2 import SnapshotPointer
 from nats.aio.client import Client
 
+from ....waiting import until
 from ..event_batches import BLOCK_SIZE, RankSource, tokens
-from ..indexing import follows, indexing, matches, overlaps, until
+from ..indexing import follows, indexing, matches, overlaps
 
 PROMPT = tokens(6)
 

@@ -13,7 +13,8 @@ from kvrouter.v1.names import ComponentName
 from nats.aio.client import Client
 
 from ....faults.failpoints import intercepted
-from ..indexing import indexing, until
+from ....waiting import until
+from ..indexing import indexing
 from .test_snapshots import fill, home, more, pointer_of
 
 MESSAGES_OF_TWO = 4

@@ -5,21 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from kvrouter.devtools.system.processes import Command, ManagedProcess, ProcessDied
 
+from ....waiting import until
+
 
 def python(code: str, name: str = "child") -> Command:
     return Command(name, [sys.executable, "-c", code], dict(os.environ))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def until_logged(process: ManagedProcess, words: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ from kvrouter.frontend.access import body_room
 from kvrouter.frontend.access.body_room import BodyRoom, BodyRooms
 from kvrouter.runtime.bounds import FairBound
 from kvrouter.v1.errors import Overloaded
+
+from ....waiting import until
 
 
 class Rooms:
@@ -42,12 +43,6 @@ async def waiting(rooms: Rooms, *holding: Any) -> list[asyncio.Task[None]]:
     tasks = [asyncio.create_task(each) for each in holding]
     await until(lambda: rooms.all.waiting == before + len(tasks))
     return tasks
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def test_a_body_waits_until_another_one_ends(rooms: Rooms) -> None:

@@ -8,7 +8,8 @@ import pytest
 from kvrouter.frontend.schedulers import booking_updates, scheduler_link
 from kvrouter.runtime.deadline import Deadline
 
-from .linked_scheduler import Answering, Refusing, booking, keep, linked, selection, until, until_asserted
+from ....waiting import until
+from .linked_scheduler import Answering, Refusing, booking, keep, linked, selection, until_asserted
 
 
 async def test_a_refused_booking_is_asserted_until_it_is_taken_as_it_is_by_then() -> None:

@@ -22,6 +22,7 @@ from kvrouter.v1.scheduler_pb2 import (
     UpdateBookingsResponse,
 )
 
+from ....waiting import until
 from .linked_scheduler import (
     COMPONENT,
     Answering,
@@ -32,7 +33,6 @@ from .linked_scheduler import (
     keep,
     linked,
     selection,
-    until,
     until_asserted,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -22,6 +22,8 @@ from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
 from prometheus_client import CollectorRegistry
+
+from ....waiting import until
 
 POOL = ComponentName("ns", "pool")
 
@@ -101,12 +103,6 @@ async def probing(
         running.cancel()
         await asyncio.wait({running})
         assert running.cancelled()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_only_a_silent_worker_is_suspected_and_its_late_answer_clears_it() -> None:

@@ -13,10 +13,11 @@ from kvrouter.net.http2 import connection
 from kvrouter.net.http2.frames import Kind, frame, settings, window_update
 from kvrouter.v1.calls_pb2 import OpenCallStreamResponse
 
+from ....waiting import until
 from ..http2.http2_server import data, ended, headers
 from .linked import ECHO, Received
 from .scripted_server import Accepted, scripted
-from .test_over_grpc import connected, serving, until
+from .test_over_grpc import connected, serving
 
 
 def patient(port: int, **options: Any) -> AbstractAsyncContextManager[CallStreamClient]:
@@ -43,14 +44,14 @@ async def test_a_goaway_lets_calls_finish_and_new_ones_use_a_new_connection() ->
 
     async with scripted(serve) as port, patient(port) as client:
         running = [asyncio.create_task(client.call(ECHO, b"%d" % index)) for index in range(40)]
-        await until(lambda: client.counts.opened == 2)
+        await until(lambda: client.counts.opened == 2, 60)
         assert await client.call(ECHO, b"new") == b"new"
         assert client.running == 40
         assert client.counts.streams == 2
         release.set()
         assert await asyncio.gather(*running) == [b"%d" % index for index in range(40)]
         await asyncio.wait_for(first_closed.wait(), 60)
-        await until(lambda: client.counts.streams == 1)
+        await until(lambda: client.counts.streams == 1, 60)
         assert not client.counts.failed
         assert client.running == 0
 
@@ -59,7 +60,7 @@ async def test_a_maximum_connection_age_cuts_no_call_off() -> None:
     async with serving() as server, patient(server.port) as client:
         waiting = asyncio.create_task(client.call("test.Service/Wait", b"x"))
         for opened in (1, 2, 3):
-            await until(lambda opened=opened: client.counts.opened == opened and client.ready)
+            await until(lambda opened=opened: client.counts.opened == opened and client.ready, 60)
             await client.call(ECHO, b"x")
             for connection in server.grpc.connections:
                 connection.calls.drain()
@@ -124,7 +125,7 @@ async def test_calls_in_a_message_that_was_not_written_in_whole_were_not_sent() 
         client.start(ECHO, b"x" * 30_000, written)
         await asyncio.sleep(0)
         client.start(ECHO, b"x" * 60_000, unwritten)
-        await until(lambda: written.outcomes == unwritten.outcomes == 1)
+        await until(lambda: written.outcomes == unwritten.outcomes == 1, 60)
         assert isinstance(written.errors[0], OutcomeUnknown)
         assert isinstance(unwritten.errors[0], NotSent)
 
@@ -134,7 +135,7 @@ async def test_a_server_that_never_answers_fails_calls_at_once_after_the_first_a
         await accepted.closed()
 
     async with scripted(serve) as port, connected(port, heartbeat_timeout_seconds=1.2) as client:
-        await until(lambda: client.counts.ended["silent"] == 1)
+        await until(lambda: client.counts.ended["silent"] == 1, 60)
         for _ in range(3):
             with pytest.raises(NotSent, match="no answer"):
                 await client.call(ECHO, b"x", time_left=600.0)

@@ -30,6 +30,7 @@ from kvrouter.v1.calls_pb2 import (
 )
 from kvrouter.v1.errors import DeadlineExceeded, NotFound
 
+from ....waiting import until
 from .linked import ECHO, HELLO, SERVER_HELLO, TOKENS, Received
 
 DEADLINE_EXCEEDED = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -85,12 +86,6 @@ async def connected(port: int, **options: Any) -> AsyncIterator[CallStreamClient
         await asyncio.wait([running])
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_unary_and_streaming_calls_share_a_stream() -> None:
     async with serving() as server, connected(server.port) as client:
         received = Received()
@@ -99,7 +94,7 @@ async def test_unary_and_streaming_calls_share_a_stream() -> None:
         assert await client.call(ECHO, b"x" * 500_000) == b"x" * 500_000
         server.started[0].respond(b"a")
         server.started[0].end(b"b")
-        await until(lambda: received.ended == 1)
+        await until(lambda: received.ended == 1, 60)
         assert received.responses == [b"a", b"b"]
         assert server.streams.counts.opened == 1
 
@@ -130,9 +125,9 @@ async def test_without_a_server_a_call_is_not_sent_and_fails_at_once() -> None:
 async def test_a_call_is_cancelled_on_the_server_when_its_caller_is() -> None:
     async with serving() as server, connected(server.port) as client:
         calling = asyncio.create_task(client.call("test.Service/Wait", b""))
-        await until(lambda: server.streams.running == 1)
+        await until(lambda: server.streams.running == 1, 60)
         calling.cancel()
-        await until(lambda: server.cancelled == 1)
+        await until(lambda: server.cancelled == 1, 60)
         assert await client.call(ECHO, b"x") == b"x"
 
 
@@ -142,13 +137,13 @@ async def test_a_call_that_is_not_answered_in_time_is_cancelled_on_the_server() 
         with pytest.raises(DeadlineExceeded) as failed:
             await client.call("test.Service/Wait", b"", time_left=0.1)
         assert failed.value.code == DEADLINE_EXCEEDED
-        await until(lambda: server.cancelled == 1)
+        await until(lambda: server.cancelled == 1, 60)
 
 
 async def test_a_killed_server_leaves_calls_with_an_unknown_outcome_and_the_client_reconnects() -> None:
     async with serving() as server, connected(server.port) as client:
         calling = asyncio.create_task(client.call("test.Service/Wait", b""))
-        await until(lambda: server.streams.running == 1)
+        await until(lambda: server.streams.running == 1, 60)
         await server.grpc.stop(0)
         with pytest.raises(OutcomeUnknown):
             await calling
@@ -161,9 +156,9 @@ async def test_a_killed_server_leaves_calls_with_an_unknown_outcome_and_the_clie
 async def test_a_drained_server_answers_running_calls_and_refuses_new_ones() -> None:
     async with serving() as server, connected(server.port) as client:
         calling = asyncio.create_task(client.call("test.Service/Wait", b"x"))
-        await until(lambda: server.streams.running == 1)
+        await until(lambda: server.streams.running == 1, 60)
         draining = asyncio.create_task(server.streams.drain())
-        await until(lambda: not client.ready)
+        await until(lambda: not client.ready, 60)
         with pytest.raises(NotSent):
             client.start(ECHO, b"", Received())
         assert not draining.done()
@@ -177,9 +172,9 @@ async def test_a_client_that_closes_its_sending_side_still_gets_its_answers() ->
         rpc: Any = channel.stream_stream(PATH)()
         await rpc.write(HELLO.SerializeToString())
         await rpc.write(OpenCallStreamRequest(calls=[CallRequest(number=1, method=1)]).SerializeToString())
-        await until(lambda: server.streams.running == 1)
+        await until(lambda: server.streams.running == 1, 60)
         await rpc.done_writing()
-        await until(lambda: server.streams.counts.streams == 1)
+        await until(lambda: server.streams.counts.streams == 1, 60)
         server.release.set()
         messages = [OpenCallStreamResponse.FromString(each) async for each in rpc]
         assert [each.number for message in messages for each in message.responses] == [1]
@@ -197,7 +192,7 @@ async def test_a_client_that_does_not_read_loses_its_stream_and_delays_nobody() 
         rpc: Any = channel.stream_stream(PATH)()
         await rpc.write(HELLO.SerializeToString())
         await rpc.write(OpenCallStreamRequest(calls=[CallRequest(number=1, method=2)]).SerializeToString())
-        await until(lambda: len(server.started) == 1)
+        await until(lambda: len(server.started) == 1, 60)
         (stalled,) = server.started
         largest = 0
         while not stalled.ended:
@@ -205,7 +200,7 @@ async def test_a_client_that_does_not_read_loses_its_stream_and_delays_nobody() 
             largest = max(largest, stalled.unread_bytes)
             assert await client.call(ECHO, b"x") == b"x"
         assert largest <= 17 << 20
-        await until(lambda: server.streams.counts.ended["unread"] == 1)
+        await until(lambda: server.streams.counts.ended["unread"] == 1, 60)
         rpc.cancel()
 
 
@@ -223,7 +218,7 @@ async def test_a_silent_server_is_given_up() -> None:
         with pytest.raises(OutcomeUnknown):
             await client.call(ECHO, b"x")
         assert client.counts.ended["silent"] >= 1
-        await until(lambda: opened >= 2)
+        await until(lambda: opened >= 2, 60)
 
 
 async def _read_all(rpc: Any) -> None:
@@ -256,7 +251,7 @@ async def test_a_client_that_violates_the_protocol_loses_only_its_own_stream(mes
         grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
     ):
         waiting = asyncio.create_task(client.call("test.Service/Wait", b"x"))
-        await until(lambda: server.streams.running == 1)
+        await until(lambda: server.streams.running == 1, 60)
         rpc: Any = channel.stream_stream(PATH)()
         await rpc.write(HELLO.SerializeToString())
         await rpc.read()
@@ -265,7 +260,7 @@ async def test_a_client_that_violates_the_protocol_loses_only_its_own_stream(mes
             await _read_all(rpc)
         expected = grpc.StatusCode.UNIMPLEMENTED if reason == "unknown_kind" else grpc.StatusCode.INVALID_ARGUMENT
         assert refused.value.code() == expected
-        await until(lambda: server.streams.counts.ended[reason] == 1)
+        await until(lambda: server.streams.counts.ended[reason] == 1, 60)
         server.release.set()
         assert await waiting == b"x"
         assert client.counts.opened == 1
@@ -323,7 +318,7 @@ async def test_a_server_of_another_protocol_is_counted_and_tried_again() -> None
     async with server, connected(server.sockets[0].getsockname()[1]) as client:
         with pytest.raises(NotSent):
             await client.call(ECHO, b"x")
-        await until(lambda: connections >= 2)
+        await until(lambda: connections >= 2, 60)
         assert client.counts.ended["http2"] >= 1
 
 
@@ -332,7 +327,7 @@ async def test_a_second_answer_to_a_call_ends_the_stream() -> None:
     encoded = OpenCallStreamResponse(responses=twice).SerializeToString()
     async with _custom_server(_answering(encoded)) as port, connected(port) as client:
         assert await client.call(ECHO, b"x") == b""
-        await until(lambda: client.counts.ended["unknown_call"] == 1)
+        await until(lambda: client.counts.ended["unknown_call"] == 1, 60)
 
 
 async def test_a_refusal_arrives_with_its_details() -> None:

@@ -19,8 +19,9 @@ from kvrouter.v1.calls_pb2 import CallRequest, OpenCallStreamRequest, OpenCallSt
 from kvrouter.v1.errors import KvRouterError, Unauthenticated
 
 from ....hostile_peer import hostile_peer, message_head
+from ....waiting import until
 from .linked import ECHO, HELLO, TOKENS, Received
-from .test_over_grpc import PATH, connected, serving, until
+from .test_over_grpc import PATH, connected, serving
 
 
 def stream(limits: CallLimits, counts: CallStreamCounts) -> ServerStream:
@@ -73,10 +74,10 @@ async def test_unread_responses_of_all_streams_have_one_bound() -> None:
     async with serving(CallLimits(server_unread_bytes=1_000)) as server, connected(server.port) as client:
         await client.wait_ready()
         client.start(TOKENS, b"", Received())
-        await until(lambda: bool(server.started))
+        await until(lambda: bool(server.started), 60)
         for _ in range(20):  # in one step of the event loop, so that nothing is sent meanwhile
             server.started[0].respond(b"x" * 100)
-        await until(lambda: server.streams.counts.ended["unread"] == 1)
+        await until(lambda: server.streams.counts.ended["unread"] == 1, 60)
         assert server.streams.counts.unread_bytes == 0
 
 
@@ -89,7 +90,7 @@ async def test_nothing_runs_after_a_violation_in_the_same_read() -> None:
             encoded = message.SerializeToString()
             payload += message_head(len(encoded)) + encoded
         peer.data(stream, payload)
-        await until(lambda: sum(server.streams.counts.ended.values()) > 0 or stream in peer.ended)
+        await until(lambda: sum(server.streams.counts.ended.values()) > 0 or stream in peer.ended, 60)
         assert server.streams.counts.calls == 0
 
 
@@ -123,7 +124,7 @@ async def test_one_connection_opens_few_streams() -> None:
         assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert server.streams.counts.streams == 2
         calls[0].cancel()
-        await until(lambda: server.streams.counts.streams == 1)
+        await until(lambda: server.streams.counts.streams == 1, 60)
         await open_streams(channel, 1)
         assert server.streams.counts.streams == 2
 
@@ -133,13 +134,13 @@ async def test_a_further_stream_replaces_one_that_is_idle(monkeypatch: pytest.Mo
     async with serving(CallLimits(server_streams=2)) as server, connected(server.port) as busy:
         await busy.wait_ready()
         busy.start(TOKENS, b"", Received())
-        await until(lambda: bool(server.started))
+        await until(lambda: bool(server.started), 60)
         async with connected(server.port) as idle:
             await idle.wait_ready()
             await asyncio.sleep(0.05)
             async with connected(server.port) as further:
                 await further.wait_ready()
-                await until(lambda: server.streams.counts.ended["replaced"] == 1)
+                await until(lambda: server.streams.counts.ended["replaced"] == 1, 60)
                 assert busy.running == 1
 
 
@@ -185,16 +186,16 @@ async def test_a_stream_whose_credential_is_no_longer_valid_ends(monkeypatch: py
     async with checking(check, release) as (port, streams), connected(port) as client:
         await client.wait_ready()
         running = asyncio.create_task(client.call(ECHO, b"x"))
-        await until(lambda: streams.running == 1)
+        await until(lambda: streams.running == 1, 60)
         check.valid = False
         with pytest.raises(KvRouterError) as refused:
             await client.call(ECHO, b"y")
         assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
         monkeypatch.setattr(connections, "_TICK_SECONDS", 0.01)
-        await until(lambda: not client.ready)
+        await until(lambda: not client.ready, 60)
         release.set()
         assert await running == b"x"  # what ran before may end
-        await until(lambda: streams.counts.ended["credential"] == 1)
+        await until(lambda: streams.counts.ended["credential"] == 1, 60)
         assert not streams.counts.streams
 
 
@@ -212,10 +213,10 @@ async def test_a_stream_that_its_client_has_ended_is_closed_whatever_becomes_of_
         await opened.write(HELLO.SerializeToString())
         await opened.write(part(1, 1, more=False))
         await opened.done_writing()
-        await until(lambda: streams.running == 1)
+        await until(lambda: streams.running == 1, 60)
         check.valid = False
-        await until(lambda: check.refused > 0)
+        await until(lambda: check.refused > 0, 60)
         release.set()
         while await opened.read() is not grpc.aio.EOF:
             pass
-        await until(lambda: streams.counts.ended["closed"] == 1)
+        await until(lambda: streams.counts.ended["closed"] == 1, 60)

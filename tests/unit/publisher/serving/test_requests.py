@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from unittest.mock import AsyncMock
@@ -22,6 +21,8 @@ from kvrouter.v1.worker_pb2 import (
     WorkerServiceGenerateRequest,
     WorkerServiceGenerateResponse as Response,
 )
+
+from ....waiting import until
 
 LENGTH, ABORT, ERROR = (
     FinishReason.FINISH_REASON_LENGTH,
@@ -87,12 +88,6 @@ def started(*request_ids: str) -> tuple[Engine, RunningRequests, list[Call]]:
     for request_id, call in zip(request_ids, calls, strict=True):
         requests.start(request(request_id), call)
     return engine, requests, calls
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_outputs_of_a_step_reach_their_calls() -> None:

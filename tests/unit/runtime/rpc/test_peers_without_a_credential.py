@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +14,7 @@ from kvrouter.v1.errors import Unauthenticated
 from kvrouter.v1.worker_pb2 import AbortRequest, AbortResponse
 
 from ....hostile_peer import OPEN_STREAM, HostilePeer, hostile_peer, message_head
+from ....waiting import until
 from .rpc_harness import WORKER, Worker
 
 KEY = ("authorization", "Bearer key")
@@ -43,12 +43,6 @@ async def server() -> AsyncIterator[RpcServer]:
     await server.start()
     yield server
     await server.drain(0)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def abort(server: RpcServer, *metadata: tuple[str, str]) -> AbortResponse:

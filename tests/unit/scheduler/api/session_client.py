@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from inspect import isawaitable
@@ -137,9 +136,3 @@ def is_open(parts: Parts, session_id: str) -> bool:
     except SessionLost:
         return False
     return True
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)

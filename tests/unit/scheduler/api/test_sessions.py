@@ -13,6 +13,7 @@ from kvrouter.scheduler.request.options import RoutingOptions
 from kvrouter.v1.errors import BadRequest, SessionLost
 from kvrouter.v1.scheduler_pb2 import OpenSessionRequest
 
+from ....waiting import until
 from ..harness import Parts, ResidentBlocks, view, worker
 from .session_client import (
     Client,
@@ -25,7 +26,6 @@ from .session_client import (
     prefilled,
     reassert,
     silence,
-    until,
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from kvrouter.v1.scheduler_pb2 import (
     SelectWorkerResponse,
 )
 
+from ....waiting import until
 from ..api.session_client import opened
 from ..harness import BLOCK, POOL, Parts, ResidentBlocks, routing, selecting, view, worker
 
@@ -69,12 +70,6 @@ def free(parts: Parts, name: str) -> None:
 
 def outcomes(parts: Parts, outcome: str) -> float:
     return parts.figure("kvrouter_scheduler_queued_requests_total", outcome=outcome)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

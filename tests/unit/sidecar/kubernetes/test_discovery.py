@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from ....kube_api_server import (
     serving_kube_api,
     write_kubeconfig,
 )
+from ....waiting import until
 
 PODS = PodSelection("app=vllm")
 ONE, TWO, THREE = (f"http://10.0.0.{number}:8000" for number in (1, 2, 3))
@@ -63,12 +64,6 @@ async def finding(wanted: PodSelection | PoolName = PODS) -> AsyncIterator[Found
         running = tasks.create_task(discovery.run())
         yield found
         running.cancel()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
