@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 from kvrouter.engines.routes import PASSED_ROUTES
 
 from ..access.keys import Keys
@@ -20,12 +18,6 @@ MANAGEMENT = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/server_info", "/start_profile", "/pause", "/abort_request"),
     *("/v1/embeddings/../sleep", "/v1/%2e%2e/sleep", "/v1//embeddings", "/v1/embeddings/x", "/inference/v1/generate"),
 )
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as running:
-        yield running
 
 
 async def test_inference_passes_and_management_does_not(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,6 @@ from .test_forwarding import register_engine, start_engine
 ENGINES = 4
 POISON = 31_999
 PROMPT = [*range(40), POISON]
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as running:
-        yield running
 
 
 async def start_engines(system: System, stack: AsyncExitStack, logs: Path, effect: str) -> list[ManagedProcess]:

@@ -42,12 +42,6 @@ USAGE: dict[str, Any] = {
 
 
 @pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as running:
-        yield running
-
-
-@pytest.fixture
 async def tokenizing(nats_url: str, etcd_endpoint: str, namespace: str, tmp_path: Path) -> AsyncIterator[System]:
     write_small_tokenizer(tmp_path)
     async with running_system(nats_url, etcd_endpoint, namespace, tokenizers={MODEL: str(tmp_path)}) as system:

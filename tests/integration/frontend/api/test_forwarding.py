@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -101,12 +101,6 @@ async def break_in_a_long_response(request: web.Request, body: Any) -> web.Strea
     assert request.transport is not None
     request.transport.abort()
     return response
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as running:
-        yield running
 
 
 async def start_engine(system: System, stack: AsyncExitStack, worker_id: int, **fields: Any) -> Engine:

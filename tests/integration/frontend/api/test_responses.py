@@ -27,12 +27,6 @@ CALL = '<tool_call>\n{"name": "%s", "arguments": {"city": "Rome"}}\n</tool_call>
 
 
 @pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as running:
-        yield running
-
-
-@pytest.fixture
 async def running(
     nats_url: str, etcd_endpoint: str, namespace: str, tmp_path: Path
 ) -> AsyncIterator[tuple[System, SpeakingEngine]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -22,12 +21,6 @@ EVENT = b'data: {"choices": [{"text": "a"}]}\n\n'
 RESET = "upstream_reset_before_response_started"
 TERMINATED = f"{RESET}{{connection_termination}}"
 REFUSED = f"{RESET}{{remote_connection_failure|delayed_connect_error:_Connection_refused}}"
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as running:
-        yield running
 
 
 async def add_dead_engines(gateway: Gateway, count: int) -> None:
