@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-import structlog
 import zmq
 import zmq.asyncio
 from kvrouter.engines.events.zmq_frames import (
@@ -22,8 +21,6 @@ from kvrouter.engines.events.zmq_frames import (
 )
 from kvrouter.net.budgets import loop_budget
 from zmq.utils.monitor import parse_monitor_message
-
-log = structlog.get_logger(component="relay")
 
 MAX_FRAME_BYTES = 64 << 20
 """Maximum size of a frame. The events of a step with a million stored tokens have about 10 MiB."""

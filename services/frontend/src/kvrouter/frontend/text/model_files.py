@@ -10,7 +10,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
-import structlog
 from kvrouter.net.model_files import MAX_BYTES, NAMES, PIECE_BYTES, TOKENIZER, InvalidModelFiles
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.contracts import Worker
@@ -25,8 +24,6 @@ from kvrouter.v1.worker_pb2 import GetModelFileRequest
 _DESCRIPTOR = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 _FETCH_SECONDS = 60.0
 _MESSAGE_BYTES = 2 * PIECE_BYTES
-
-log = structlog.get_logger(component="frontend")
 
 
 @dataclass(frozen=True, slots=True, order=True)
