@@ -10,12 +10,8 @@ use pyo3::types::PyBytes;
 pub struct DumpChunks(Mutex<Box<dyn Iterator<Item = Vec<u8>> + Send>>);
 
 impl DumpChunks {
-    pub fn new(chunks: Vec<Vec<u8>>) -> Self {
-        Self::lazy(chunks.into_iter())
-    }
-
-    /// Encodes each chunk when it is read.
-    pub fn lazy(chunks: impl Iterator<Item = Vec<u8>> + Send + 'static) -> Self {
+    /// Takes each chunk from the iterator when it is read.
+    pub fn new(chunks: impl Iterator<Item = Vec<u8>> + Send + 'static) -> Self {
         Self(Mutex::new(Box::new(chunks)))
     }
 }

@@ -132,13 +132,13 @@ impl EventRecorder {
     fn batches(&self, py: Python<'_>, from_event_id: u64, until_event_id: u64) -> PyResult<DumpChunks> {
         let batches =
             self.recorder.with(py, true, |recorder| recorder.batches(from_event_id, until_event_id, unix_ns()));
-        Ok(DumpChunks::lazy(batches.map_err(|error| raised(py, error))?))
+        Ok(DumpChunks::new(batches.map_err(|error| raised(py, error))?))
     }
 
     #[pyo3(signature = (chunk_blocks=publisher::CHUNK_BLOCKS))]
     fn state_chunks(&self, py: Python<'_>, chunk_blocks: usize) -> DumpChunks {
         let snapshot = self.recorder.with(py, true, |recorder| recorder.snapshot());
-        DumpChunks::lazy(py.detach(|| snapshot.into_chunks(chunk_blocks)))
+        DumpChunks::new(py.detach(|| snapshot.into_chunks(chunk_blocks)))
     }
 
     #[pyo3(signature = (partial, chunk_blocks=publisher::CHUNK_BLOCKS))]
@@ -147,7 +147,7 @@ impl EventRecorder {
             let head = recorder.head();
             ((head.worker_id, head.dp_rank), recorder.snapshot())
         });
-        DumpChunks::lazy(py.detach(|| snapshot.into_dump(rank, partial, chunk_blocks)))
+        DumpChunks::new(py.detach(|| snapshot.into_dump(rank, partial, chunk_blocks)))
     }
 
     fn notes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Note<'py>>> {

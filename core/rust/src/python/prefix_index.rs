@@ -207,7 +207,7 @@ impl PrefixIndex {
             return Err(PyValueError::new_err(format!("expected chunks of 1 or more blocks, received {chunk_blocks}")));
         };
         let dump = |index: &Index| index.dump(rank, chunk_blocks);
-        Ok(DumpChunks::new(self.index.read_long(py, |index| work::dump(index, rank), dump)))
+        Ok(DumpChunks::new(self.index.read_long(py, |index| work::dump(index, rank), dump).into_iter()))
     }
 
     fn load_rank(&self, py: Python<'_>, chunks: &Bound<'_, PyAny>) -> PyResult<u64> {
