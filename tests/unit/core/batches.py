@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from kvrouter.core.interface import LoadColumns, Rank
@@ -46,6 +47,17 @@ def load_rows(columns: LoadColumns) -> list[tuple[Rank, int, int, int, int]]:
     numbers = memoryview(data).cast("q").tolist()
     n = len(ranks)
     return list(zip(ranks, *(numbers[c * n : (c + 1) * n] for c in range(4)), strict=True))
+
+
+_FACTS = attrgetter(
+    *("worker_id", "dp_rank", "incarnation", "next_event_id", "new_incarnation", "applied", "duplicates", "fenced"),
+    *("gap", "stored_blocks", "removed_blocks", "unknown_parents", "unknown_removals", "digest_differs", "is_plain"),
+)
+
+
+def said(summary: Any) -> tuple[Any, ...]:
+    """A summary of an applied batch without the words of its reasons."""
+    return len(summary.rejected), bool(summary.unparsable), *_FACTS(summary)
 
 
 def places(local: Iterable[int]) -> tuple[int, ...]:

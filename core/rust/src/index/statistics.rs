@@ -44,13 +44,6 @@ impl Index {
         self.ranks.slot_of(name).and_then(|slot| self.ranks.get(slot)).is_some_and(|rank| rank.evicted)
     }
 
-    /// Sets whether blocks of a rank may be missing.
-    pub fn mark_partial(&mut self, name: Name, partial: bool) {
-        if let Some(rank) = self.ranks.slot_of(name).and_then(|slot| self.ranks.get_mut(slot)) {
-            rank.missing = partial;
-        }
-    }
-
     /// Returns all ranks, in order of their names. The memory of a rank is its own records and its share of the blocks.
     pub fn rank_infos(&self) -> Vec<RankInfo> {
         let shared = self.memory_bytes().saturating_sub(self.ranks.heap()) as u64;

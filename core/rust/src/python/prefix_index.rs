@@ -197,10 +197,6 @@ impl PrefixIndex {
         self.index.write(py, |index| work::departure(index, rank), |index| index.remove_rank(rank))
     }
 
-    fn mark_partial(&self, py: Python<'_>, rank: Name, partial: bool) {
-        self.index.write(py, work::little, |index| index.mark_partial(rank, partial));
-    }
-
     #[pyo3(signature = (rank, chunk_blocks=4096))]
     fn dump_rank(&self, py: Python<'_>, rank: Name, chunk_blocks: i64) -> PyResult<DumpChunks> {
         let Some(chunk_blocks) = usize::try_from(chunk_blocks).ok().filter(|blocks| *blocks > 0) else {
@@ -275,27 +271,6 @@ impl PrefixIndex {
 /// Implements `kvrouter.core.interface.ApplySummary`. It creates the Python value of a field when the field is read.
 #[pyclass(frozen, module = "kvrouter.core._native", name = "ApplySummary")]
 pub struct ApplySummary(Summary);
-
-const FIELDS: [&str; 18] = [
-    "worker_id",
-    "dp_rank",
-    "applied",
-    "stored_blocks",
-    "removed_blocks",
-    "duplicates",
-    "fenced",
-    "gap",
-    "unknown_parents",
-    "unknown_removals",
-    "rejected",
-    "unparsable",
-    "next_event_id",
-    "incarnation",
-    "new_incarnation",
-    "digest_differs",
-    "evicted_blocks",
-    "evicted_others",
-];
 
 #[pymethods]
 impl ApplySummary {
@@ -376,24 +351,5 @@ impl ApplySummary {
         let Summary { rank, applied, stored_blocks, removed_blocks, next_event_id, incarnation, .. } = self.0;
         let plain = Summary { rank, applied, stored_blocks, removed_blocks, ..Summary::default() };
         self.0 == Summary { next_event_id, incarnation, ..plain }
-    }
-
-    fn __eq__(slf: &Bound<'_, Self>, other: &Bound<'_, PyAny>) -> PyResult<bool> {
-        for name in FIELDS {
-            if !other.hasattr(name)? || !slf.getattr(name)?.eq(other.getattr(name)?)? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    fn __hash__(&self) -> u64 {
-        self.0.rank.0 ^ self.0.next_event_id
-    }
-
-    fn __repr__(slf: &Bound<'_, Self>) -> PyResult<String> {
-        let fields: Vec<String> =
-            FIELDS.iter().map(|name| Ok(format!("{name}={}", slf.getattr(*name)?.repr()?))).collect::<PyResult<_>>()?;
-        Ok(format!("ApplySummary({})", fields.join(", ")))
     }
 }

@@ -16,7 +16,7 @@ from kvrouter.core.interface import Rank
 from kvrouter.v1.common_pb2 import RankState
 from kvrouter.v1.events_pb2 import KvEvent
 
-from ..batches import COUNTED, SET, batch, chained, cleared, dumped, entries, matches, removed, stored
+from ..batches import COUNTED, SET, batch, chained, cleared, dumped, entries, matches, removed, said, stored
 
 RANKS: list[Rank] = [(1, 0), (1, 1), (2, 0)]
 ENGINE_HASHES = [*range(1, 11), (1 << 64) - 1]
@@ -51,14 +51,6 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A rank is marked as partial, or as whole."""
-
-    rank: Rank
-    partial: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Reload:
     """A rank is dumped and loaded again, with one byte of the dump changed if ``spoil`` says where."""
 
@@ -68,7 +60,7 @@ class Reload:
     """(position in the dump, wrapping around; what to combine that byte with by exclusive or)"""
 
 
-Operation = Apply | Reset | Remove | Mark | Reload
+Operation = Apply | Reset | Remove | Reload
 
 
 @dataclass(slots=True)
@@ -123,7 +115,7 @@ _events = st.lists(
 _kinds = st.sampled_from(
     ["send"] * 24
     + ["lose", "lose and repair", "again", "new life", "old life", "recount", "spoil", "noise"]
-    + ["reset", "remove", "mark", "reload", "reload", "reload spoilt"]
+    + ["reset", "remove", "reload", "reload", "reload spoilt"]
 )
 _ranks = st.sampled_from(RANKS)
 _digests = st.sampled_from([None, None, 0, 5])
@@ -179,8 +171,6 @@ def histories(draw: st.DrawFn, max_operations: int = 25) -> list[Operation]:
             history.append(Reset(rank, publisher.incarnation, next_event_id, draw(st.booleans())))
         elif kind == "remove":
             history.append(Remove(rank))
-        elif kind == "mark":
-            history.append(Mark(rank, draw(st.booleans())))
         elif kind.startswith("reload"):
             spoil = (draw(st.integers(0, 2000)), draw(st.integers(1, 255))) if kind == "reload spoilt" else None
             history.append(Reload(rank, draw(st.integers(1, 6)), spoil))
@@ -190,23 +180,13 @@ def histories(draw: st.DrawFn, max_operations: int = 25) -> list[Operation]:
 def perform(index: Any, operation: Operation) -> object:
     """Does it, and returns what the index said, in a form that is equal where the answers mean the same."""
     if isinstance(operation, Apply):
-        summary = index.apply(operation.data)
-        return (
-            (summary.worker_id, summary.dp_rank),
-            (summary.incarnation, summary.next_event_id, summary.new_incarnation),
-            (summary.applied, summary.duplicates, summary.fenced, summary.gap),
-            (summary.stored_blocks, summary.removed_blocks),
-            (summary.unknown_parents, summary.unknown_removals),
-            (len(summary.rejected), bool(summary.unparsable), summary.digest_differs),
-        )
+        return said(index.apply(operation.data))
     if isinstance(operation, Reset):
         return index.reset_rank(
             operation.rank, operation.incarnation, operation.next_event_id, partial=operation.partial
         )
     if isinstance(operation, Remove):
         return index.remove_rank(operation.rank)
-    if isinstance(operation, Mark):
-        return index.mark_partial(operation.rank, operation.partial)
     chunks = list(index.dump_rank(operation.rank, operation.chunk_blocks))
     if operation.spoil is not None:
         chunks = _spoilt_dump(dumped(index, operation.rank), *operation.spoil)

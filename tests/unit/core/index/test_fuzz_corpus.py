@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kvrouter.core import reference
 from kvrouter.core.interface import InvalidDump
 
+from ..batches import said
 from ..conftest import implementation
 
 CORPUS = Path(__file__).parents[4] / "core/rust/fuzz/corpus"
@@ -47,13 +47,6 @@ def variants(path: Path) -> Iterator[bytes]:
                     spoilt[at : at + 8] = b"\\xff" * 8
             spoilt = spoilt or bytearray(1)
         yield bytes(spoilt)
-
-
-def said(summary: Any) -> tuple[Any, ...]:
-    """A summary without the words of its reasons."""
-    names = ("worker_id", "dp_rank", "applied", "stored_blocks", "removed_blocks", "duplicates", "fenced", "gap")
-    names += ("unknown_parents", "unknown_removals", "next_event_id", "incarnation", "new_incarnation", "is_plain")
-    return (bool(summary.unparsable), len(summary.rejected), *(getattr(summary, name) for name in names))
 
 
 @pytest.mark.parametrize("path", BATCHES, ids=lambda path: path.name)

@@ -9,7 +9,7 @@ from kvrouter.core import reference
 
 from ..batches import RANK, batch, digest_of, dumped, entries, matches, packed, places, removed, stored
 from ..conftest import implementation
-from .histories import PROMPTS, Apply, Mark, Operation, Reload, Remove, Reset, histories, perform, view
+from .histories import PROMPTS, Apply, Operation, Reload, Remove, Reset, histories, perform, view
 from .oracle import Oracle, OracleRank
 
 
@@ -22,9 +22,6 @@ def mirror(oracle: Oracle, operation: Operation) -> None:
             oracle.ranks[rank] = OracleRank(incarnation, next_event_id, partial)
         case Remove(rank):
             oracle.ranks.pop(rank, None)
-        case Mark(rank, partial):
-            if rank in oracle.ranks:
-                oracle.ranks[rank].partial = partial
         case Reload():
             pass
 

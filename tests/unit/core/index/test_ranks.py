@@ -71,10 +71,9 @@ class TestDigest:
 
     def test_partial_ranks_are_not_compared(self, index_class: type) -> None:
         index = index_class()
-        index.apply(batch(0, stored([101], [1])))
-        index.mark_partial(RANK, True)
+        index.reset_rank(RANK, 1, 1)
         assert not index.apply(batch(1, digest=5)).digest_differs
-        index.mark_partial(RANK, False)
+        index.reset_rank(RANK, 1, 1, partial=False)
         assert index.apply(batch(1, digest=5)).digest_differs
 
     def test_events_are_compared_on_request(self, index_class: type) -> None:
@@ -143,9 +142,8 @@ class TestRanks:
         assert matches(index, [1]) == {OTHER: (1,) * 4}
         assert index.apply(batch(0, stored([101], [1]), incarnation=1)).applied == 1
 
-    def test_unknown_ranks_are_left_alone(self, index_class: type) -> None:
+    def test_an_unknown_rank_has_nothing(self, index_class: type) -> None:
         index = index_class()
-        index.mark_partial(RANK, True)
         assert (index.cursor(RANK), index.ranks(), list(index.dump_rank(RANK))) == (None, [], [])
 
     def test_a_rank_keeps_its_slot(self, index_class: type) -> None:
@@ -220,7 +218,6 @@ class TestBounds:
     def test_it_stays_empty_and_partial(self, index_class: type) -> None:
         index = index_class(max_blocks=2)
         index.apply(batch(0, stored([101, 102, 103], [1, 2, 3])))
-        index.mark_partial(RANK, False)
         summary = index.apply(
             batch(1, stored([104], [4]), stored([105], [5], parent=99), stored([1], []), cleared(DEVICE))
         )

@@ -130,9 +130,6 @@ class PrefixIndex(Protocol):
     def remove_rank(self, rank: Rank) -> int:
         """Removes a rank and its cursor. Returns the number of entries dropped; 0 if the rank is unknown."""
 
-    def mark_partial(self, rank: Rank, partial: bool) -> None:
-        """Sets whether blocks of a rank may be missing. Ignores unknown ranks. An evicted rank stays partial."""
-
     def dump_rank(self, rank: Rank, chunk_blocks: int = 4096) -> Iterator[bytes]:
         """Yields encoded RankState chunks of one rank, parents before children, the last one with ``last`` set.
 

@@ -243,13 +243,6 @@ class PrefixIndex:
         return state.blocks.entries
 
     @_locked
-    def mark_partial(self, rank: Rank, partial: bool) -> None:
-        """Sets whether blocks of a rank may be missing."""
-        state = self._ranks.get(rank)
-        if state is not None:
-            state.missing = partial
-
-    @_locked
     def dump_rank(self, rank: Rank, chunk_blocks: int = 4096) -> Iterator[bytes]:
         """Returns encoded RankState chunks of one rank, as of the time of the call."""
         if chunk_blocks < 1:
