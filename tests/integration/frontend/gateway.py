@@ -28,7 +28,7 @@ from kvrouter.scheduler.settings import SchedulerSettings
 from kvrouter.v1 import frontend_pb2
 from kvrouter.v1.common_pb2 import PotentialLoad, RoutingRequest, TokenIds
 from kvrouter.v1.errors import KvRouterError
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest
+from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse
 from kvrouter.v1.scheduler_pb2 import GetPotentialLoadsRequest
 from kvrouter.v1.worker_pb2 import StopConditions
 
@@ -124,6 +124,14 @@ class System:
         """Stops a worker and waits until it is no longer known."""
         await self._worker_stacks.pop(worker_id).aclose()
         await self.until_gone(worker_id)
+
+    async def answer(self, sent: FrontendServiceGenerateRequest | None = None) -> list[FrontendServiceGenerateResponse]:
+        """Runs a request to its end. Returns the pieces of its answer."""
+        return [piece async for piece in self.client.generate(sent or request(), deadline=Deadline.after(60))]
+
+    async def generated(self, sent: FrontendServiceGenerateRequest | None = None) -> int:
+        """Runs a request to its end. Returns the number of tokens it got."""
+        return sum(len(piece.output.token_ids) for piece in await self.answer(sent))
 
     async def loads(self, scheduler: SchedulerService | None = None) -> dict[int, PotentialLoad]:
         """Load of every worker, by that Scheduler's book or the first one's."""

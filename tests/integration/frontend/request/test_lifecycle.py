@@ -9,7 +9,6 @@ import pytest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import RoutingConstraints
 from kvrouter.v1.errors import DeadlineExceeded, WorkerLost
-from kvrouter.v1.frontend_pb2 import FrontendServiceGenerateRequest, FrontendServiceGenerateResponse
 from kvrouter.v1.worker_pb2 import FinishReason, StopConditions
 
 from ....hostile_worker import registered_beside
@@ -21,7 +20,7 @@ LONG = StopConditions(max_tokens=3000)
 
 async def test_a_request_streams_and_is_freed(system: System) -> None:
     await system.start_worker(1)
-    pieces = [piece async for piece in system.client.generate(request(), deadline=Deadline.after(30))]
+    pieces = await system.answer()
     assert sum(len(piece.output.token_ids) for piece in pieces) == 4
     assert pieces[0].routing.rank.worker_id == 1
     assert pieces[0].routing.request_id
@@ -78,7 +77,7 @@ async def test_a_deadline_ends_the_request_and_frees_its_load(system: System) ->
 
 async def test_a_worker_that_dies_before_the_first_token_costs_an_attempt(system: System) -> None:
     slow = await system.start_worker(1, clock_factor=0.001)
-    answer = asyncio.create_task(_collect(system))
+    answer = asyncio.create_task(system.answer())
     await until(lambda: slow.stats().requests == 1)
     await system.start_worker(2)
     await system.stop_worker(1)
@@ -98,7 +97,7 @@ async def test_a_worker_that_vanished_before_the_dispatch_costs_an_attempt(
         view = next(iter(system.runtime.directory.components.values()))
         async with registered_beside(view, etcd_endpoint, 2, "127.0.0.1:1"):
             await system.until_candidate(2)
-            answers = [await _collect(system) for _ in range(4)]
+            answers = [await system.answer() for _ in range(4)]
         assert {pieces[0].routing.rank.worker_id for pieces in answers} == {1}
         assert 1 in {pieces[0].routing.attempt for pieces in answers}
         await system.until_idle()
@@ -124,7 +123,7 @@ async def test_a_pinned_request_is_not_tried_elsewhere(system: System) -> None:
     slow = await system.start_worker(1, clock_factor=0.001)
     await system.start_worker(2)
     pinned = request(constraints=RoutingConstraints(worker_id=1))
-    answer = asyncio.create_task(_collect(system, pinned))
+    answer = asyncio.create_task(system.answer(pinned))
     await until(lambda: slow.stats().requests == 1)
     await system.stop_worker(1)
     with pytest.raises(WorkerLost):
@@ -134,17 +133,10 @@ async def test_a_pinned_request_is_not_tried_elsewhere(system: System) -> None:
 
 async def test_a_hundred_requests_dropped_at_once_leave_nothing(system: System) -> None:
     worker = await system.start_worker(1, clock_factor=0.05)
-    asking = [asyncio.create_task(_collect(system, request(stop_conditions=LONG))) for _ in range(100)]
+    asking = [asyncio.create_task(system.answer(request(stop_conditions=LONG))) for _ in range(100)]
     await until(lambda: worker.stats().requests > 50)
     for task in asking:
         task.cancel()
     await asyncio.wait(asking)
     await system.until_idle()
     await until(lambda: worker.stats().requests == 0)
-
-
-async def _collect(
-    system: System, wanted: FrontendServiceGenerateRequest | None = None
-) -> list[FrontendServiceGenerateResponse]:
-    asked = wanted or request()
-    return [piece async for piece in system.client.generate(asked, deadline=Deadline.after(60))]

@@ -31,12 +31,6 @@ def unlike(number: int, max_tokens: int = 4) -> FrontendServiceGenerateRequest:
     return request(tokens, stop_conditions=StopConditions(max_tokens=max_tokens))
 
 
-async def generated(system: System, wanted: FrontendServiceGenerateRequest) -> int:
-    """Runs a request to its end. Returns the tokens it got."""
-    pieces = [piece async for piece in system.client.generate(wanted, deadline=Deadline.after(60))]
-    return sum(len(piece.output.token_ids) for piece in pieces)
-
-
 async def queued(system: System) -> QueueStatus:
     answer = await system.scheduler.get_status(GetStatusRequest(queued_requests=100), deadline=Deadline.after(10))
     return answer.components[0].queued
@@ -51,7 +45,7 @@ async def until_queued(system: System, count: int) -> None:
 async def test_a_burst_waits_for_room_and_all_of_it_finishes(forecasting: System) -> None:
     for worker_id in (1, 2):
         await forecasting.start_worker(worker_id, num_blocks=BLOCKS)
-    tokens = await asyncio.gather(*[generated(forecasting, unlike(number, 40)) for number in range(60)])
+    tokens = await asyncio.gather(*[forecasting.generated(unlike(number, 40)) for number in range(60)])
     assert tokens == [40] * 60
     await forecasting.until_idle()
     left = await queued(forecasting)
@@ -61,9 +55,9 @@ async def test_a_burst_waits_for_room_and_all_of_it_finishes(forecasting: System
 
 async def test_one_that_is_cancelled_while_it_waits_leaves_nothing(forecasting: System) -> None:
     worker = await forecasting.start_worker(1, num_blocks=BLOCKS, clock_factor=0.001)
-    running = [asyncio.create_task(generated(forecasting, unlike(number))) for number in range(4)]
+    running = [asyncio.create_task(forecasting.generated(unlike(number))) for number in range(4)]
     await until(lambda: worker.stats().requests == 4)
-    waiting = [asyncio.create_task(generated(forecasting, unlike(number))) for number in range(4, 7)]
+    waiting = [asyncio.create_task(forecasting.generated(unlike(number))) for number in range(4, 7)]
     await until_queued(forecasting, 3)
     assert len((await queued(forecasting)).longest) == 3
     waiting[1].cancel()
@@ -78,9 +72,9 @@ async def test_one_that_is_cancelled_while_it_waits_leaves_nothing(forecasting: 
 
 async def test_one_that_ends_makes_room_for_one_that_waits(forecasting: System) -> None:
     worker = await forecasting.start_worker(1, num_blocks=BLOCKS, clock_factor=0.001)
-    running = [asyncio.create_task(generated(forecasting, unlike(number))) for number in range(4)]
+    running = [asyncio.create_task(forecasting.generated(unlike(number))) for number in range(4)]
     await until(lambda: worker.stats().requests == 4)
-    waiting = asyncio.create_task(generated(forecasting, unlike(4)))
+    waiting = asyncio.create_task(forecasting.generated(unlike(4)))
     await until_queued(forecasting, 1)
     running[0].cancel()
     await until_queued(forecasting, 0)
@@ -95,11 +89,11 @@ async def test_when_no_more_may_wait_all_are_busy(nats_url: str, etcd_endpoint: 
     options = {"router_mode": "forecast", "max_queued_requests": 1}
     async with running_system(nats_url, etcd_endpoint, namespace, scheduling=options) as system:
         worker = await system.start_worker(1, num_blocks=BLOCKS, clock_factor=0.001)
-        asked = [asyncio.create_task(generated(system, unlike(number))) for number in range(5)]
+        asked = [asyncio.create_task(system.generated(unlike(number))) for number in range(5)]
         await until(lambda: worker.stats().requests == 4)
         await until_queued(system, 1)
         with pytest.raises(AllBusy) as caught:
-            await generated(system, unlike(5))
+            await system.generated(unlike(5))
         assert caught.value.info.retry_after_ms > 0
         for task in asked:
             task.cancel()
