@@ -158,7 +158,7 @@ class Lag:
     async def take(self, message: Msg) -> None:
         """Receives an announcement of a Scheduler."""
         event = ReplicaSyncEvent.FromString(message.data)
-        if event.HasField("add_request"):
+        if "add_request" in event:
             self.heard[event.add_request.booking.request_id] = time.monotonic()
 
     def words(self) -> str:

@@ -178,7 +178,7 @@ def summary(decision: Decision) -> list[str]:
     lines = [f"{whom}{again}", f"decision {decision.decision_id} at {at}"]
     if decision.prompt_blocks:
         lines.append(f"prompt of {decision.prompt_blocks:,} full block{'' if decision.prompt_blocks == 1 else 's'}")
-    chosen = f"rank {rank_name(decision.chosen)}" if decision.HasField("chosen") else "no rank"
+    chosen = f"rank {rank_name(decision.chosen)}" if "chosen" in decision else "no rank"
     because = f": {decision.reason}" if decision.reason else ""
     lines.append(f"{chosen} by mode {decision.mode}{because}")
     if decision.model_choice:
@@ -187,12 +187,12 @@ def summary(decision: Decision) -> list[str]:
         lines.append(f"expected to generate {decision.expected_output_tokens:,.0f} tokens")
     if decision.queued_us:
         lines.append(f"queued for {decision.queued_us / 1e6:.2f} s before")
-    if decision.HasField("prefill"):
+    if "prefill" in decision:
         by = "a prefill worker" if decision.prefill.remote else "this rank"
         lines.append(f"prefill by {by}: {decision.prefill.reason}")
         compute, transfer = decision.prefill.compute_factor, decision.prefill.transfer_factor
         lines.append(f"measured over modelled time: {compute:.2f} to compute, {transfer:.2f} to transfer")
-    if decision.HasField("kv_source"):
+    if "kv_source" in decision:
         source = decision.kv_source
         held = f"{source.blocks:,} blocks, down to tier {text_of(Tier, source.tier)}"
         lines.append(f"rank {rank_name(source.rank)} has more of the prompt: {held}")
@@ -292,7 +292,7 @@ def _why_left_out(decision: Decision, reason: str) -> str:
 
 
 def _is_chosen(decision: Decision, candidate: CandidateTerms) -> bool:
-    return decision.HasField("chosen") and candidate.rank == decision.chosen
+    return "chosen" in decision and candidate.rank == decision.chosen
 
 
 def _marked(decision: Decision, candidate: CandidateTerms) -> str:
@@ -320,7 +320,7 @@ def _why_chosen(decision: Decision, chosen: CandidateTerms) -> str:
 
 def _compared(decision: Decision, chosen: CandidateTerms, other: CandidateTerms) -> str:
     """Returns what separates a candidate from the chosen one, the largest difference of their costs first."""
-    if not decision.HasField("chosen"):
+    if "chosen" not in decision:
         return ""
     unit = _UNITS.get(decision.mode, "")
     words = []

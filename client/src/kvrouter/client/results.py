@@ -143,9 +143,9 @@ def output_of(response: FrontendServiceGenerateResponse) -> Output:
         token_ids=list(piece.token_ids),
         text=piece.text,
         finish_reason=_FINISH_REASONS.get(piece.finish_reason),
-        cached_tokens=piece.cached_tokens if piece.HasField("cached_tokens") else None,
+        cached_tokens=piece.cached_tokens if "cached_tokens" in piece else None,
         logprobs=list(piece.logprobs),
-        routing=_routing_of(response.routing) if response.HasField("routing") else None,
+        routing=_routing_of(response.routing) if "routing" in response else None,
     )
 
 
@@ -212,7 +212,7 @@ def rank_events(state: RankState) -> list[dict[str, Any]]:
                 "event_id": number,
                 "data": {
                     "stored": {
-                        "parent_hash": block.parent_engine_hash if block.HasField("parent_engine_hash") else None,
+                        "parent_hash": block.parent_engine_hash if "parent_engine_hash" in block else None,
                         "blocks": [{"block_hash": block.engine_hash, "tokens_hash": block.local_hash}],
                     }
                 },

@@ -154,7 +154,7 @@ def _info_of(error: grpc.aio.AioRpcError) -> ErrorInfo | None:
 def _standard_details(error: KvRouterError, message: str) -> Iterator[Message]:
     """Yields the details of google.rpc that fit an error, the most useful first."""
     code, info = error.code, error.info
-    if info.HasField("retry_after_ms"):
+    if "retry_after_ms" in info:
         retry = standard.RetryInfo()
         retry.retry_delay.FromMilliseconds(info.retry_after_ms)
         yield retry

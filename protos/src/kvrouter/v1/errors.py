@@ -152,7 +152,7 @@ class KvRouterError(Exception):
     @property
     def retry_after(self) -> float | None:
         """Seconds after which a retry may succeed; None if a retry of the same request cannot."""
-        return self.info.retry_after_ms / 1000 if self.info.HasField("retry_after_ms") else None
+        return self.info.retry_after_ms / 1000 if "retry_after_ms" in self.info else None
 
     @property
     def retry_elsewhere(self) -> bool:

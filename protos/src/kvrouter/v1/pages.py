@@ -20,7 +20,7 @@ class PagedRequest(Protocol):
     page_size: int
     page_token: str
 
-    def HasField(self, field_name: str, /) -> bool:  # noqa: N802 - of protobuf
+    def __contains__(self, field_name: str, /) -> bool:
         """Returns whether an optional field is set."""
 
 
@@ -43,7 +43,7 @@ def page_of(items: Iterable[_Item], request: PagedRequest, key: Callable[[_Item]
     Raises:
         BadRequest: ``page_size`` is 0.
     """
-    if request.HasField("page_size") and not request.page_size:
+    if "page_size" in request and not request.page_size:
         raise BadRequest(
             "expected page_size of 1 or more, received 0",
             advice=f"Leave it unset for {MAX_PAGE} entries.",

@@ -237,7 +237,7 @@ def show_component(console: PlainConsole, stats: ComponentStats) -> None:
     lag = stats.last_stream_sequence - min(stats.applied_stream_sequence, stats.last_stream_sequence)
     taken = (
         f"up to message {stats.snapshot_sequence}, {stats.snapshot_age_ms / 1000:.0f} s old"
-        if stats.HasField("snapshot_age_ms")
+        if "snapshot_age_ms" in stats
         else "none"
     )
     console.print(f"\n{name}: {'ready' if stats.ready else 'restoring'}, transport {_transport(stats.transport)}")
@@ -284,14 +284,14 @@ def _state(rank: RankStats) -> str:
 
 
 def _age(message: ComponentStats | RankStats, field: str, *, ago: bool = True) -> str:
-    if not message.HasField(field):
+    if field not in message:
         return "never"
     return f"{getattr(message, field) / 1000:.0f} s{' ago' if ago else ''}"
 
 
 def _resync(rank: RankStats) -> str:
     """Returns the repair that is due or running for a rank, otherwise its last resync."""
-    if not rank.HasField("repair"):
+    if "repair" not in rank:
         return _last_resync(rank)
     repair = rank.repair
     if repair.under_way:

@@ -167,9 +167,9 @@ def _component_line(
     text = Text.assemble((str(component), "bold"), f"  model {status.model}{role}, mode {status.mode}")
     thresholds = status.thresholds
     limits = []
-    if thresholds.HasField("active_decode_blocks_threshold"):
+    if "active_decode_blocks_threshold" in thresholds:
         limits.append(f"{thresholds.active_decode_blocks_threshold:.0%} of the blocks active")
-    if thresholds.HasField("active_prefill_tokens_threshold"):
+    if "active_prefill_tokens_threshold" in thresholds:
         limits.append(f"{thresholds.active_prefill_tokens_threshold:,} prefill tokens")
     if limits:
         text.append(f", busy above {' or '.join(limits)}")

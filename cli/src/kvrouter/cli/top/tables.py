@@ -123,7 +123,7 @@ def _cached(rank: RankStatus, indexed: Mapping[Rank, RankStats]) -> int | None:
     stats = indexed.get(rank_of(rank.rank))
     if stats is not None:
         return stats.blocks
-    return rank.reported.cached_blocks if rank.HasField("reported") and not indexed else None
+    return rank.reported.cached_blocks if "reported" in rank and not indexed else None
 
 
 def _lag(stats: RankStats | None) -> str:
@@ -131,7 +131,7 @@ def _lag(stats: RankStats | None) -> str:
         return "-"
     if stats.silent:
         # The lag of the latest batch says nothing about missing batches.
-        return f">{duration(stats.heard_age_ms / 1000)}" if stats.HasField("heard_age_ms") else "?"
+        return f">{duration(stats.heard_age_ms / 1000)}" if "heard_age_ms" in stats else "?"
     return duration(stats.lag_us / 1e6)
 
 
@@ -176,7 +176,7 @@ def decisions_table(decisions: Sequence[Decision], *, several_components: bool, 
     table.add_column("cached", justify="right", no_wrap=True)
     table.add_column("why", ratio=1)
     for each in decisions:
-        refused = not each.HasField("chosen")
+        refused = "chosen" not in each
         table.add_row(
             datetime.fromtimestamp(each.decided_unix_ns / 1e9, tz=UTC)
             .astimezone()
@@ -202,7 +202,7 @@ def request_name(request_id: str, *, wide: bool = True) -> str:
 def why(decision: Decision, *, wide: bool = True) -> str:
     """Returns the reason of a decision in one line, with its cost and that of the next candidate."""
     words = f"{decision.mode}: {decision.reason}"
-    if decision.candidates and decision.HasField("chosen"):
+    if decision.candidates and "chosen" in decision:
         words += f" {_number(decision.candidates[0].cost)}"
         eviction_ms = decision.candidates[0].terms.get("eviction_ms", 0.0)
         if eviction_ms >= _LEAST_SHOWN_MS:
@@ -225,7 +225,7 @@ def why(decision: Decision, *, wide: bool = True) -> str:
 
 
 def _cached_tokens(decision: Decision) -> str:
-    if not decision.candidates or not decision.HasField("chosen"):
+    if not decision.candidates or "chosen" not in decision:
         return f"- / {decision.prompt_blocks:,}"
     return f"{decision.candidates[0].overlap_blocks:,} / {decision.prompt_blocks:,}"
 

@@ -13,5 +13,5 @@ Responses = tuple[list[tuple[int, bytes]], list[tuple[int, int, bytes]]]
 
 def call_of(item: CallRequest) -> Call:
     """Returns the call of a message."""
-    time_left_ms = item.time_left_ms if item.HasField("time_left_ms") else None
+    time_left_ms = item.time_left_ms if "time_left_ms" in item else None
     return item.number, item.method, item.request, item.more, time_left_ms, item.trace_context

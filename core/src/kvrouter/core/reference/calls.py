@@ -42,7 +42,7 @@ def read_responses(message: bytes) -> Responses | None:
         return None
     if not has_only(parsed, {"responses", "whole_numbers", "whole_responses"}):
         return None
-    if any(other.kind == _FAILED or other.HasField("failure") or len(UnknownFieldSet(other)) for other in others):
+    if any(other.kind == _FAILED or "failure" in other or len(UnknownFieldSet(other)) for other in others):
         return None
     return list(zip(numbers, whole, strict=True)), [(other.number, other.kind, other.response) for other in others]
 

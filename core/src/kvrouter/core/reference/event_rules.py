@@ -35,7 +35,7 @@ def fault(event: KvEvent) -> str:
         return f"it has {len(engine_hashes)} engine hashes and {len(stored.local_hashes)} local hashes"
     if len(set(engine_hashes)) != len(engine_hashes):
         return "it has an engine hash twice"
-    if stored.HasField("parent_engine_hash") and stored.parent_engine_hash in engine_hashes:
+    if "parent_engine_hash" in stored and stored.parent_engine_hash in engine_hashes:
         return "a block is its own parent"
     return ""
 

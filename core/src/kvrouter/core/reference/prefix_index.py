@@ -327,7 +327,7 @@ class PrefixIndex:
     def _store(self, state: _Rank, event: KvEvent, counts: _Counts) -> None:
         stored = event.stored
         parent = None
-        if stored.HasField("parent_engine_hash"):
+        if "parent_engine_hash" in stored:
             parent = state.blocks.get(stored.parent_engine_hash)
             if parent is None:
                 counts.unknown_parents += 1
@@ -385,6 +385,6 @@ class PrefixIndex:
         self.charged_bytes = sum(one.memory_bytes for one in self._ranks.values())
 
     def _digest_differs(self, state: _Rank, message: KvEventBatch) -> bool:
-        if not message.HasField("digest") or message.next_event_id != state.next_event_id or state.partial:
+        if "digest" not in message or message.next_event_id != state.next_event_id or state.partial:
             return False
         return (not message.events or self._check_digests) and message.digest != state.blocks.digest()

@@ -95,7 +95,7 @@ def _parse(chunk: bytes, number: int, before: RankState | None) -> RankState:
         state = RankState.FromString(chunk)
     except DecodeError as error:
         raise InvalidDump(f"chunk {number} is not a RankState: {error}") from None
-    if not state.HasField("rank") or not state.HasField("cursor"):
+    if "rank" not in state or "cursor" not in state:
         raise InvalidDump(f"chunk {number} has no rank or no cursor")
     if before is not None and (state.rank != before.rank or state.cursor != before.cursor):
         raise InvalidDump(f"chunk {number} has another rank or cursor than the chunk before")
@@ -105,7 +105,7 @@ def _parse(chunk: bytes, number: int, before: RankState | None) -> RankState:
 def _block(record: BlockRecord, before: dict[int, Block]) -> Block:
     name = f"engine hash {record.engine_hash:#x}"
     parent_place = None
-    if record.HasField("parent_engine_hash"):
+    if "parent_engine_hash" in record:
         parent = before.get(record.parent_engine_hash)
         if parent is None:
             raise InvalidDump(f"{name} appears before its parent {record.parent_engine_hash:#x}")

@@ -189,7 +189,7 @@ class RankState:
         """Fills an empty state from records, in which parents precede children."""
         self.next_event_id = next_event_id
         for record in records:
-            parent = record.parent_engine_hash if record.HasField("parent_engine_hash") else None
+            parent = record.parent_engine_hash if "parent_engine_hash" in record else None
             above = self._blocks.get(parent)
             held = {each.tier: each.copies for each in record.copies}
             copies = tuple(held.get(tier, 0) for tier in TIERS)

@@ -290,7 +290,7 @@ def _applied(recorder: EventRecorder, event: KvEvent) -> RecorderCounts:
         case "stored":
             stored = event.stored
             hashes = struct.pack(f"<{len(stored.local_hashes)}Q", *stored.local_hashes)
-            parent = stored.parent_engine_hash if stored.HasField("parent_engine_hash") else None
+            parent = stored.parent_engine_hash if "parent_engine_hash" in stored else None
             return recorder.stored(list(stored.engine_hashes), hashes, parent, event.tier)
         case "removed":
             return recorder.removed(list(event.removed.engine_hashes), event.tier)

@@ -182,7 +182,7 @@ def add_piece(output: Output, response: Any) -> None:
     """Adds a piece to an output."""
     piece = response.output
     output.token_ids += piece.token_ids
-    if piece.HasField("cached_tokens"):
+    if "cached_tokens" in piece:
         output.cached_tokens = piece.cached_tokens
     if piece.finish_reason:
         output.finish_reason = piece.finish_reason

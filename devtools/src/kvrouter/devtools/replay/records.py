@@ -81,7 +81,7 @@ class RequestRecord:
 
     def take(self, piece: FrontendServiceGenerateResponse) -> None:
         """Adds a piece of the response."""
-        if piece.HasField("routing"):
+        if "routing" in piece:
             routing = piece.routing
             self.worker = (routing.rank.worker_id, routing.rank.dp_rank)
             self.router_ms = (routing.router_us - routing.queued_us) / 1000
@@ -89,14 +89,12 @@ class RequestRecord:
             self.predicted_overlap_blocks = routing.predicted_overlap_blocks
             self.attempts = routing.attempt + 1
         output = piece.output
-        if output.HasField("cached_tokens"):
+        if "cached_tokens" in output:
             self.cached_tokens = output.cached_tokens
             self.host_tokens = output.lower_cached_tokens.host
             self.shared_tokens = output.lower_cached_tokens.shared
         self.preemptions = max(self.preemptions, output.preemptions)
-        self._take_stamps(
-            output.token_engine_ns, output.arrived_engine_ns if output.HasField("arrived_engine_ns") else None
-        )
+        self._take_stamps(output.token_engine_ns, output.arrived_engine_ns if "arrived_engine_ns" in output else None)
 
     def _take_stamps(self, stamps: Iterable[int], arrived_ns: int | None) -> None:
         for stamp in stamps:

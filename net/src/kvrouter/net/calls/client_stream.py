@@ -354,7 +354,7 @@ class ClientStream:
             self._end_ping(answered=True)
             return 0
         message = parse(OpenCallStreamResponse, encoded, self._limits)
-        if message.HasField("server_hello"):
+        if "server_hello" in message:
             raise ProtocolViolation("hello", "expected one hello on a stream, received another")
         numbers, whole, others = message.whole_numbers[:], message.whole_responses[:], message.responses[:]
         if not numbers and not others:
@@ -367,9 +367,9 @@ class ClientStream:
         for item in others:
             failure = item.failure if item.kind == _FAILED else None
             self._receive_response(item.number, item.kind, item.response, failure)
-        if message.HasField("draining"):
+        if "draining" in message:
             self._drain(message.draining.last_call)
-        if message.HasField("pong"):
+        if "pong" in message:
             self._end_ping(answered=True)
         return len(numbers) + len(others)
 

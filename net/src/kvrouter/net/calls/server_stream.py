@@ -67,7 +67,7 @@ class ServerStream:
         Raises:
             ProtocolViolation: it opens no stream, or one of another version.
         """
-        if not hello.HasField("client_hello") or hello.calls or hello.cancelled or hello.HasField("ping"):
+        if "client_hello" not in hello or hello.calls or hello.cancelled or "ping" in hello:
             raise ProtocolViolation("hello", "expected a first message with a hello and nothing else")
         opening = hello.client_hello
         if opening.version != VERSION:
@@ -76,7 +76,7 @@ class ServerStream:
                 f"expected version {VERSION} of the protocol, received {opening.version}",
                 grpc.StatusCode.UNIMPLEMENTED,
             )
-        message_bytes = opening.max_message_bytes if opening.HasField("max_message_bytes") else limits.message_bytes
+        message_bytes = opening.max_message_bytes if "max_message_bytes" in opening else limits.message_bytes
         if message_bytes < _LEAST_MESSAGE_BYTES:
             raise ProtocolViolation(
                 "hello", f"expected max_message_bytes of at least {_LEAST_MESSAGE_BYTES}, received {message_bytes}"
@@ -160,11 +160,11 @@ class ServerStream:
     def _receive_any(self, encoded: bytes) -> list[Call]:
         """Processes a message that may have more than calls. Returns the calls."""
         message = parse(OpenCallStreamRequest, encoded, self._limits)
-        if message.HasField("client_hello"):
+        if "client_hello" in message:
             raise ProtocolViolation("hello", "expected one hello on a stream, received another")
         for number in message.cancelled:
             self._cancel(number)
-        if message.HasField("ping"):
+        if "ping" in message:
             self._pong = message.ping
             self.sends_pings = not self._has_sparse_pings
             self.idle_ticks = 0

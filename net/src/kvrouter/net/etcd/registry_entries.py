@@ -107,7 +107,7 @@ def _check_names(field: str, names: Iterable[str]) -> None:
 
 
 def _check_known(entry: WorkerRegistration | RankRegistration, field: str) -> None:
-    if entry.HasField(field) and not getattr(entry, field):
+    if field in entry and not getattr(entry, field):
         raise Undecodable("invalid", f"expected {field} of 1 or more, or unset while unknown, received 0")
 
 

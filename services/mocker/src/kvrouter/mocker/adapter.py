@@ -173,8 +173,8 @@ def _engine_request(request: WorkerServiceGenerateRequest, output: tuple[int, ..
         min_tokens=stop.min_tokens,
         ignore_eos=stop.ignore_eos,
         output=output,
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        received=request.stage != Stage.STAGE_PREFILL and request.HasField("transfer_params"),
+        seed=sampling.seed if "seed" in sampling else None,
+        received=request.stage != Stage.STAGE_PREFILL and "transfer_params" in request,
     )
 
 

@@ -43,8 +43,8 @@ class Answers:
             Unsupported: the output cannot be constrained so.
         """
         sampling = request.sampling_options
-        seed = str(sampling.seed) if sampling.HasField("seed") else request.request_id
-        if sampling.HasField("structured_output"):
+        seed = str(sampling.seed) if "seed" in sampling else request.request_id
+        if "structured_output" in sampling:
             return self._encoded(constraint_of(sampling.structured_output).draw(seed))
         if request.stop_conditions.ignore_eos:
             return ()

@@ -124,7 +124,7 @@ class Handover:
 
     def concerns(self, request: WorkerServiceGenerateRequest) -> bool:
         """Returns whether a request is handed over."""
-        return request.stage == Stage.STAGE_PREFILL or request.HasField("transfer_params")
+        return request.stage == Stage.STAGE_PREFILL or "transfer_params" in request
 
     def submit(self, request: WorkerServiceGenerateRequest, start: Start, fail: Fail) -> None:
         """Starts a request at the engine when its turn has come.
@@ -138,7 +138,7 @@ class Handover:
         if request.stage != Stage.STAGE_PREFILL:
             self._run(request_id, self._receive(request.transfer_params, tokens, start), fail)
             return
-        if not request.HasField("transfer_params"):
+        if "transfer_params" not in request:
             start()
             self._prefills[request_id] = tokens
         else:

@@ -256,7 +256,7 @@ class WorkerConfig:
             names = ", ".join(map(Tier.Name, tiers))
             raise InvalidConfig(f"storage_tiers: expected host, disk and shared, each at most once, received {names}")
         for each in self.storage_tiers:
-            if each.HasField("load_gb_per_second") and not 0 < (value := each.load_gb_per_second) < math.inf:
+            if "load_gb_per_second" in each and not 0 < (value := each.load_gb_per_second) < math.inf:
                 raise InvalidConfig(f"storage_tiers: expected load_gb_per_second above 0 or unset, received {value}")
 
     def endpoint(self, port: int) -> str:

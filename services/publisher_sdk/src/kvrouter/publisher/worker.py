@@ -328,7 +328,7 @@ def load_reports(
         report.incarnation = incarnation
         report.measured_unix_ns = now
         report.sequence = sequence
-        if not report.HasField("total_blocks"):
+        if "total_blocks" not in report:
             report.MergeFrom(LoadReport(total_blocks=config.ranks[dp_rank]))
         elif not report.total_blocks:
             raise InvalidLoad(f"expected total_blocks of 1 or more, or unset, for rank {dp_rank}, received 0")

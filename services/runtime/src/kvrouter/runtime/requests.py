@@ -47,8 +47,7 @@ def serves(role: Role, stage: Stage = Stage.STAGE_WHOLE) -> bool:
 def content_in_blocks(hashes: Sequence[MultimodalHash], block_size: int) -> list[tuple[int, int]]:
     """Returns (block index, content hash) for each hash of multimodal content, as ``local_hashes`` takes them."""
     return [
-        (item.token_index // block_size if item.HasField("token_index") else item.block_index, item.hash)
-        for item in hashes
+        (item.token_index // block_size if "token_index" in item else item.block_index, item.hash) for item in hashes
     ]
 
 

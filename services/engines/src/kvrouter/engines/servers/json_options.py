@@ -86,10 +86,10 @@ def sampling(
         RequestRefused: it wants several sequences. A worker ends its output at the end of the first one.
     """
     options, stop = request.sampling_options, request.stop_conditions
-    if options.HasField("n") and options.n != 1:
+    if "n" in options and options.n != 1:
         raise RequestRefused(f"expected one sequence, received n={options.n}", field="sampling_options.n")
-    parameters: dict[str, Any] = {name: getattr(options, name) for name in names if options.HasField(name)}
-    if options.HasField("top_k"):
+    parameters: dict[str, Any] = {name: getattr(options, name) for name in names if name in options}
+    if "top_k" in options:
         parameters["top_k"] = options.top_k or -1
     parameters[max_tokens] = 1 if request.stage == Stage.STAGE_PREFILL else stop.max_tokens
     if stop.min_tokens:

@@ -160,20 +160,20 @@ def check_routing(
     """
     check_model(caller, model)
     _check_priority(caller, request.priority)
-    if request.HasField("local_hashes") and isolates_tenants and caller.role is not Role.ADMIN:
+    if "local_hashes" in request and isolates_tenants and caller.role is not Role.ADMIN:
         raise RuleBroken(
             RefusalReason.TENANT,
             "expected token_ids instead of local_hashes: tenants are isolated",
             field="local_hashes",
         )
-    if request.HasField("local_hashes") and salts is not None and (request.scope.cache_salt or request.scope.tenant):
+    if "local_hashes" in request and salts is not None and (request.scope.cache_salt or request.scope.tenant):
         raise RuleBroken(
             RefusalReason.TENANT,
             "expected token_ids instead of local_hashes: they have another salt than the blocks, whose salt is keyed",
             field="local_hashes",
             advice="Send token_ids.",
         )
-    if request.HasField("scope") or caller.isolated:
+    if "scope" in request or caller.isolated:
         _check_scope(caller, request.scope, salts)
 
 

@@ -58,9 +58,7 @@ _DECODER = msgspec.json.Decoder(BusyThresholdBody)
 
 def shown(model: str, thresholds: BusyThresholds) -> dict[str, Any]:
     """Returns one model's thresholds as a JSON object."""
-    return {"model": model} | {
-        name: getattr(thresholds, name) if thresholds.HasField(name) else None for name in _THRESHOLDS
-    }
+    return {"model": model} | {name: getattr(thresholds, name) if name in thresholds else None for name in _THRESHOLDS}
 
 
 def listed(thresholds: Mapping[str, BusyThresholds]) -> dict[str, Any]:

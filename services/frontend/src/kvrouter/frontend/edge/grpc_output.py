@@ -40,13 +40,13 @@ def selection_of(response: SelectWorkerResponse) -> Selection:
         decision_id=response.decision_id,
         load_only=response.load_only,
         repeated=response.repeated,
-        component=response.component if response.HasField("component") else None,
+        component=response.component if "component" in response else None,
         mode=response.mode,
         role=response.role,
         queued_us=response.queued_us,
-        prefill_tokens=response.prefill_tokens if response.HasField("prefill_tokens") else None,
+        prefill_tokens=response.prefill_tokens if "prefill_tokens" in response else None,
         ignored_overrides=response.ignored_overrides,
-        prefill=response.prefill if response.HasField("prefill") else None,
+        prefill=response.prefill if "prefill" in response else None,
     )
 
 

@@ -115,7 +115,7 @@ def with_retry_time(response: web.Response, error: KvRouterError) -> web.Respons
 
 
 def _retry_after(error: KvRouterError) -> dict[str, str]:
-    if not error.info.HasField("retry_after_ms"):
+    if "retry_after_ms" not in error.info:
         return {}
     milliseconds = error.info.retry_after_ms
     # The second one is OpenAI's, whose SDKs prefer it.

@@ -56,7 +56,7 @@ class LiveBooking(msgspec.Struct, eq=False):
             local_hashes=local_hashes,
             prompt_tokens=prompt_tokens,
             prefill_tokens=selection.prefill_tokens
-            if selection.HasField("prefill_tokens")
+            if "prefill_tokens" in selection
             else max(0, prompt_tokens - selection.overlap_blocks * block_size),
             block_size=block_size,
             room=-prompt_tokens % block_size,
@@ -144,7 +144,7 @@ class BookingUpdates:
         if self.overflowed:
             # The opening and the re-asserts say everything else.
             self._first += len(self.unsent)
-            self.unsent = deque(update for update in self.unsent if update.HasField("free"))
+            self.unsent = deque(update for update in self.unsent if "free" in update)
         keys = [booking.key for booking in self.live]
         # A Scheduler may have booked these already. If it freed them now, it would refuse the repeated selection.
         keys += self.selecting.values()

@@ -82,7 +82,7 @@ def decision(message: Decision, scheduler: str) -> Json:
         "request": message.request_id.rpartition("~")[0] or message.request_id,
         "component": message.component.name,
         "mode": message.mode,
-        "rank": rank_text(message.chosen) if message.HasField("chosen") else None,
+        "rank": rank_text(message.chosen) if "chosen" in message else None,
         "reason": message.reason,
         "attempt": message.attempt,
         "prompt_blocks": message.prompt_blocks,
@@ -96,7 +96,7 @@ def decision(message: Decision, scheduler: str) -> Json:
 
 def _prefill(message: Decision) -> str:
     """Returns who computes the prompt, and why; empty if that was not decided."""
-    if not message.HasField("prefill"):
+    if "prefill" not in message:
         return ""
     return f"prefill by {'a prefill worker' if message.prefill.remote else 'this rank'}: {message.prefill.reason}"
 
@@ -189,13 +189,13 @@ def _component(name: ComponentName, status: ComponentStatus, system: System, hit
 
 def _rank(rank: RankStatus, stats: RankStats | None, notes: Sequence[Note], rate: HitRate, *, is_indexed: bool) -> Json:
     cached: int | None = None if stats is None else stats.blocks
-    if cached is None and rank.HasField("reported") and not is_indexed:
+    if cached is None and "reported" in rank and not is_indexed:
         cached = rank.reported.cached_blocks
     return {
         "rank": rank_text(rank.rank),
         "endpoint": rank.endpoint,
         "active_blocks": rank.active_blocks,
-        "total_blocks": rank.total_blocks if rank.HasField("total_blocks") else None,
+        "total_blocks": rank.total_blocks if "total_blocks" in rank else None,
         "prefill_tokens": rank.prefill_tokens,
         "requests": rank.active_requests,
         "queued": rank.queued_requests,

@@ -59,7 +59,7 @@ def _services(system: System) -> Iterator[Problem]:
                 what = f"{kind} at {view.address} does not answer: {view.failure}"
                 yield Problem("error", what, "See its log. If it died, its registration expires with its lease.")
     # Without etcd, workers are listed and publish no events, so no Indexer can know their caches.
-    if not system.indexers and any(status.HasField("directory_age_ms") for status in system.statuses):
+    if not system.indexers and any("directory_age_ms" in status for status in system.statuses):
         yield Problem(
             "warning",
             "no Indexer is registered: requests are routed on load alone",

@@ -61,7 +61,7 @@ def check_prompt(request: pb.FindMatchesRequest, block_size: int, max_prompt_tok
         BlockSizeMismatch: the request names another block size than the component's.
         PromptTooLong: the prompt has more than ``max_prompt_tokens`` tokens.
     """
-    if request.HasField("block_size") and request.block_size != block_size:
+    if "block_size" in request and request.block_size != block_size:
         raise BlockSizeMismatch(request.block_size, block_size)
     kind = request.WhichOneof("prompt")
     if kind is None:
@@ -178,7 +178,7 @@ class IndexerService:
             raise DeadlineExceeded
         chosen = (
             [self._component(request.component)]
-            if request.HasField("component")
+            if "component" in request
             else [component for _, component in sorted(self._replica.components.items(), key=lambda item: str(item[0]))]
         )
         entries = [entry for component in chosen for entry in _entries(await component.stats())]

@@ -407,7 +407,7 @@ class ComponentIndex:
 
 
 def _silence_limit(worker: WorkerRegistration | None) -> float:
-    return silence_limit(worker.heartbeat_ms if worker and worker.HasField("heartbeat_ms") else None)
+    return silence_limit(worker.heartbeat_ms if worker and "heartbeat_ms" in worker else None)
 
 
 def _age_ms(at: float | None, now: float) -> int | None:

@@ -102,7 +102,7 @@ class TracedCall:
     def _first_output(self, encoded: bytes) -> None:
         self._has_output = True
         output = WorkerServiceGenerateResponse.FromString(encoded).output
-        if output.HasField("cached_tokens"):
+        if "cached_tokens" in output:
             self._span.set_attribute("kvrouter.cached_tokens", output.cached_tokens)
         self._phase.end()
         self._phase = self._tracer.start_span("decode", context=self._context)

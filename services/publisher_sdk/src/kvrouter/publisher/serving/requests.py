@@ -77,7 +77,7 @@ class RunningRequests:
         Raises:
             RequestRefused: the engine refuses it, or this attempt or a later one runs already.
         """
-        if not self._structured_output and request.sampling_options.HasField("structured_output"):
+        if not self._structured_output and "structured_output" in request.sampling_options:
             raise RequestRefused(
                 "this worker does not constrain outputs",
                 field="sampling_options.structured_output",

@@ -149,7 +149,7 @@ def _read(data: bytes, desired: Identity, buffer_events: int, buffer_bytes: int)
     if not end.last or (counts.next_event_id, counts.digest) != (end.cursor.next_event_id, end.digest):
         raise Unusable("the state does not have the recorded digest")
     recorder.annotate([_note(notes) for notes in cursor.notes])
-    position = cursor.position if cursor.HasField("position") else NO_POSITION
+    position = cursor.position if "position" in cursor else NO_POSITION
     return Recovered(end.cursor.incarnation, recorder, position, end.partial, chunks)
 
 

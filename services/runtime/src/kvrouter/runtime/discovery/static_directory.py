@@ -235,7 +235,7 @@ class StaticDiscovery:
 
 def _mismatch(component: StaticComponent, answer: GetLoadResponse) -> str:
     """Returns how a worker differs from its component in the list; empty if it fits or does not say."""
-    if any(report.HasField("total_blocks") and not report.total_blocks for report in answer.reports):
+    if any("total_blocks" in report and not report.total_blocks for report in answer.reports):
         return "expected total_blocks of 1 or more, or unset while unknown, the worker reports 0"
     differences = [
         f"expected {name} {expected!r}, the worker has {received!r}"
@@ -277,7 +277,7 @@ def _registration(
             RankRegistration(
                 dp_rank=report.rank.dp_rank,
                 incarnation=report.incarnation,
-                total_blocks=report.total_blocks if report.HasField("total_blocks") else None,
+                total_blocks=report.total_blocks if "total_blocks" in report else None,
             )
             for report in reports
         ]

@@ -148,7 +148,7 @@ def _shares(tokens: Sequence[int], of: int) -> dict[str, float]:
 
 def reuse_note(status: ComponentStatus) -> str:
     """Says that decisions count less than is predicted; empty if they do not."""
-    if not status.HasField("reuse_ratio") or status.reuse_ratio >= 1:
+    if "reuse_ratio" not in status or status.reuse_ratio >= 1:
         return ""
     return f"decisions count {status.reuse_ratio:.0%} of predicted blocks, since workers reuse no more"
 
@@ -212,7 +212,7 @@ def _of_load(rank: RankStatus) -> Iterator[Note]:
         yield Note("warning", f"{rank.relative_latency:.1f} times as slow")
     if rank.busy:
         yield Note("error", rank.busy)
-    if rank.HasField("report_age_ms") and not rank.HasField("reported"):
+    if "report_age_ms" in rank and "reported" not in rank:
         yield Note("warning", f"no load report for {duration(rank.report_age_ms / 1000)}")
 
 
@@ -226,7 +226,7 @@ def _of_index(stats: RankStats) -> Iterator[Note]:
     elif not stats.verified:
         yield Note("warning", "index not compared")
     if stats.silent:
-        heard = f"for {duration(stats.heard_age_ms / 1000)}" if stats.HasField("heard_age_ms") else "yet"
+        heard = f"for {duration(stats.heard_age_ms / 1000)}" if "heard_age_ms" in stats else "yet"
         yield Note("error", f"no heartbeat {heard}")
 
 

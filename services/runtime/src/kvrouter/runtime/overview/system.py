@@ -145,7 +145,7 @@ def _take_worst(known: RankStats, other: RankStats) -> None:
     known.stale |= other.stale
     known.silent |= other.silent
     for field in ("evidence_age_ms", "heard_age_ms"):
-        if other.HasField(field):
+        if field in other:
             setattr(known, field, max(getattr(known, field), getattr(other, field)))
 
 

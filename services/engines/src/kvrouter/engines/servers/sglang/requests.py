@@ -99,16 +99,16 @@ def call(request: pb.WorkerServiceGenerateRequest, engine: EngineDescription) ->
 def _sampling(request: pb.WorkerServiceGenerateRequest) -> dict[str, Any]:
     options = request.sampling_options
     parameters = sampling(request, _SAMPLING, max_tokens="max_new_tokens", min_tokens="min_new_tokens")
-    if options.HasField("seed"):
+    if "seed" in options:
         parameters["sampling_seed"] = options.seed
-    if options.HasField("structured_output"):
+    if "structured_output" in options:
         parameters |= _structured_output(options.structured_output)
     return parameters
 
 
 def _transfer(request: pb.WorkerServiceGenerateRequest, engine: EngineDescription) -> dict[str, Any] | None:
     """Returns where prefill and decode meet. A prefill without parameters draws a room at the engine's own address."""
-    if request.HasField("transfer_params"):
+    if "transfer_params" in request:
         return transfer_parameters(request, SGLANG_TRANSFER)
     if request.stage != Stage.STAGE_PREFILL or not engine.bootstrap_endpoint:
         return None

@@ -94,7 +94,7 @@ def _sampling(request: pb.WorkerServiceGenerateRequest) -> dict[str, Any]:
         body["logprobs"] = options.logprobs - 1
         # Otherwise the alternatives have texts, of which several tokens may have the same.
         body["return_tokens_as_token_ids"] = True
-    if options.HasField("structured_output"):
+    if "structured_output" in options:
         body["structured_outputs"] = _structured_output(options.structured_output)
     return body
 
@@ -115,7 +115,7 @@ def _structured_output(constraint: pb.StructuredOutput) -> dict[str, Any]:
 
 
 def _transfer(request: pb.WorkerServiceGenerateRequest, *, is_prefill: bool) -> dict[str, Any] | None:
-    if not request.HasField("transfer_params"):
+    if "transfer_params" not in request:
         return dict(START_OF_VLLM_TRANSFER) if is_prefill else None
     parameters = transfer_parameters(request, VLLM_TRANSFER)
     return START_OF_VLLM_TRANSFER | parameters if is_prefill else parameters

@@ -125,7 +125,7 @@ class Exchange:
     async def _process(self, kind: str | None, message: ProcessingRequest) -> None:
         if self._refused:
             return  # What the gateway sent before it got the refusal.
-        if message.HasField("protocol_config"):
+        if "protocol_config" in message:
             self._check_modes(message)
         match kind:
             case "response_body":

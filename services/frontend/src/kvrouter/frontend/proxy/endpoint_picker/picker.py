@@ -243,7 +243,7 @@ class Picker:
         headers = self.settings.engine_keys.headers(view.name.name)
         if len(view.workers[chosen].ranks) > 1:
             headers[RANK_HEADER] = str(booking.rank.dp_rank)
-        if selection.HasField("kv_source"):
+        if "kv_source" in selection:
             headers[KV_SOURCE_HEADER] = kv_source_text(selection.kv_source)
         return Pick(
             booking,

@@ -56,7 +56,7 @@ def code_details(message: ProcessingRequest) -> str:
 
 def _texts(value: Value) -> list[str]:
     """Returns the endpoints of a list, or of a text with commas: gateways send either."""
-    if value.HasField("list_value"):
+    if "list_value" in value:
         return [text for item in value.list_value.values for text in _texts(item)]
     return [text.strip() for text in value.string_value.split(",") if text.strip()]
 
