@@ -192,7 +192,8 @@ fn read_digits(text: &[u8]) -> Option<(u32, &[u8])> {
     if digits == 0 { None } else { Some((u32::try_from(value).ok()?, rest)) }
 }
 
-fn write_token(token: u32, text: &mut Vec<u8>) {
+/// Adds a token id to a text.
+pub fn write_token(token: u32, text: &mut Vec<u8>) {
     let mut digits = [0; LONGEST - 1];
     let (mut left, mut count) = (token, 0);
     for digit in digits.iter_mut().rev() {

@@ -19,5 +19,6 @@ pub mod publisher;
 #[cfg(feature = "python")]
 mod python;
 mod storage;
+mod token_events;
 mod vocabulary;
 mod wire;

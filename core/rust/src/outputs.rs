@@ -41,6 +41,12 @@ pub fn plain_output(response: &[u8]) -> Option<PlainOutput<'_>> {
     Some(output)
 }
 
+/// Returns the token of a response that has one token and, but for the engine's times, nothing else.
+pub fn only_token(response: &[u8]) -> Option<u32> {
+    let PlainOutput { tokens, finish_reason: 0, cached_tokens: None } = plain_output(response)? else { return None };
+    Some(u32::from_le_bytes(tokens.try_into().ok()?))
+}
+
 /// Returns the fields of the output of a response that has nothing else.
 fn fields_of_output(response: &[u8]) -> Option<Fields<'_>> {
     let mut fields = Fields::new(response);
@@ -65,6 +71,15 @@ mod tests {
         let expected = Some(PlainOutput { tokens: &[57, 48, 0, 0], ..Default::default() });
         assert_eq!(plain_output(&[10, 6, 10, 4, 57, 48, 0, 0]), expected);
         assert_eq!(plain_output(&[10, 10, 10, 4, 57, 48, 0, 0, 18, 2, 0x80, 1]), expected);
+    }
+
+    #[test]
+    fn a_single_token_alone_is_recognized() {
+        assert_eq!(only_token(&[10, 6, 10, 4, 57, 48, 0, 0]), Some(12345));
+        for response in [&[10, 0][..], &[10, 10, 10, 8, 1, 0, 0, 0, 2, 0, 0, 0], &[10, 8, 10, 4, 1, 0, 0, 0, 32, 2]] {
+            assert_eq!(only_token(response), None, "{response:?}");
+        }
+        assert_eq!(only_token(&[10, 8, 10, 4, 1, 0, 0, 0, 24, 0]), None, "cached tokens");
     }
 
     #[test]

@@ -19,6 +19,7 @@ mod prefix_index;
 mod sequences;
 mod shared;
 mod speeds;
+mod token_writer;
 mod vocabulary;
 
 use pyo3::prelude::*;
@@ -47,6 +48,7 @@ mod _native {
         prefix_index::{ApplySummary, MemoryBudget, PrefixIndex},
         sequences::ActiveSequences,
         speeds::{LatencyCalibration, MeasuredFactor},
+        token_writer::TokenWriter,
         vocabulary::first_token_outside,
     };
 }

@@ -21,7 +21,7 @@ impl Observations {
     }
 
     #[pyo3(signature = (total, count=1))]
-    fn observe(&mut self, total: f64, count: u32) {
+    pub fn observe(&mut self, total: f64, count: u32) {
         self.sum += total;
         let value = total / f64::from(count);
         if let Some(counted) = self.counts.get_mut(self.bounds.partition_point(|bound| *bound < value)) {

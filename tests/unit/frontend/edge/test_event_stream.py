@@ -1,4 +1,4 @@
-"""Events of a response: those that differ only in a number, and when they are written."""
+"""Events of a response: those that differ only in a token, and when they are written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import HttpVersion10, HttpVersion11, web
+from kvrouter.core import Observations, TokenWriter
 from kvrouter.frontend.edge.event_stream import EventStream, JsonResponse, StepWriter
+from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateResponse
 
 
 class Connection(asyncio.Transport):
@@ -35,20 +37,25 @@ def opened(version: Any, writer: StepWriter | None = None) -> tuple[EventStream,
     return EventStream(cast(web.Request, request), writer or StepWriter()), connection, protocol
 
 
+def take(writer: TokenWriter, token: int) -> bool:
+    writer.begin(1, 0, Observations([1]))
+    return writer.take(WorkerServiceGenerateResponse(output=GenerateOutput(token_ids=[token])).SerializeToString())
+
+
 async def step() -> None:
     """Returns after a step of the event loop."""
     await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("version", [HttpVersion10, HttpVersion11])
-async def test_numbered_events_are_those_that_are_formatted_one_by_one(version: Any) -> None:
+async def test_the_events_of_a_token_writer_are_those_that_are_formatted_one_by_one(version: Any) -> None:
     stream, connection, _ = opened(version)
     stream.write_event(b"first")
-    events = stream.numbered(b'{"id":[', b"]}")
+    events = stream.token_writer(b'{"id":[', b"]}")
     for number in (0, 9, 10, 65_535, (1 << 32) - 1):
         await step()
         connection.written = b""
-        assert events.write(number)
+        assert take(events, number)
         await step()
         numbered, connection.written = connection.written, b""
         stream.write_event(b'{"id":[%d]}' % number)
@@ -59,20 +66,20 @@ async def test_numbered_events_are_those_that_are_formatted_one_by_one(version: 
 async def test_nothing_is_written_while_the_client_does_not_read_or_is_gone() -> None:
     stream, connection, protocol = opened(HttpVersion11)
     stream.write_event(b"first")
-    events = stream.numbered(b"", b"")
+    events = stream.token_writer(b"", b"")
     await step()
     connection.written = b""
     protocol.writing_paused = True
-    assert not events.write(1)
+    assert not take(events, 1)
     protocol.writing_paused, connection.closing = False, True
-    assert events.write(1), "the output of a client that left is dropped, not kept"
+    assert take(events, 1), "the output of a client that left is dropped, not kept"
     await step()
     assert not connection.written
 
 
-def test_numbered_events_need_a_response_that_has_begun() -> None:
+def test_a_token_writer_needs_a_response_that_has_begun() -> None:
     with pytest.raises(RuntimeError, match="has begun"):
-        opened(HttpVersion11)[0].numbered(b"", b"")
+        opened(HttpVersion11)[0].token_writer(b"", b"")
 
 
 async def test_what_clients_get_in_a_step_is_one_write_for_each() -> None:
@@ -80,7 +87,7 @@ async def test_what_clients_get_in_a_step_is_one_write_for_each() -> None:
     streams = [opened(HttpVersion11, writer) for _ in range(2)]
     for stream, _, _ in streams:
         stream.write_event(b"first")
-        assert stream.numbered(b"", b"").write(2)
+        assert take(stream.token_writer(b"", b""), 2)
     assert not any(connection.writes for _, connection, _ in streams)
     await step()
     for _, connection, _ in streams:

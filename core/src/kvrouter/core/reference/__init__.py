@@ -24,6 +24,7 @@ from kvrouter.core.reference.outputs import read_output
 from kvrouter.core.reference.predicted_index import PredictedIndex
 from kvrouter.core.reference.prefix_index import PrefixIndex
 from kvrouter.core.reference.speeds import LatencyCalibration, MeasuredFactor
+from kvrouter.core.reference.token_writer import TokenWriter
 from kvrouter.core.reference.vocabulary import first_token_outside
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Observations",
     "PredictedIndex",
     "PrefixIndex",
+    "TokenWriter",
     "find_json_value",
     "first_token_outside",
     "json_flaw",

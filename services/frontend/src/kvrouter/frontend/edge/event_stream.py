@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from email.utils import formatdate
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.base_protocol import BaseProtocol
+from kvrouter.core import TokenWriter
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.v1.errors import TooLarge
 
@@ -29,10 +29,6 @@ _EVENT_HEADERS = {"Content-Type": STREAM_TYPE, "Cache-Control": "no-cache"}
 _JSON_TYPE = "application/json; charset=utf-8"
 _END_OF_BODY = b"0\r\n\r\n"
 _BEFORE_DATA, _AFTER_DATA = b"data: ", b"\n\n"
-_CHUNK_HEAD = b"%x\r\n" + _BEFORE_DATA
-_FRAMING_BYTES = len(_BEFORE_DATA + _AFTER_DATA)
-_MAX_DIGITS = 10
-"""Digits of the largest number of 32 bits."""
 
 
 def event_of(data: bytes) -> bytes:
@@ -58,55 +54,25 @@ class StepWriter:
 
     def __init__(self) -> None:
         self.pending: dict[asyncio.Transport, list[bytes]] = {}
-        """What is collected, by client."""
+        """What is collected, by client. It is emptied in place, so that others may add to it."""
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
         """Writes data to a client when this step ends, or with the next ``flush``."""
         if not self.pending:
-            asyncio.get_running_loop().call_soon(self.flush)
+            self.wake()
         self.pending.setdefault(transport, []).append(data)
+
+    def wake(self) -> None:
+        """Has everything written when this step ends. To be called when something is the first to be collected."""
+        asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
         """Writes everything collected at once. Output of departed clients is dropped."""
-        pending, self.pending = self.pending, {}
-        for transport, data in pending.items():
+        pending = list(self.pending.items())
+        self.pending.clear()
+        for transport, data in pending:
             if not transport.is_closing():  # Otherwise aiohttp cancels the handler.
                 transport.write(b"".join(data))
-
-
-class NumberedEvents:
-    """Writes events differing only in a number. The rest is formatted once, for each number of digits."""
-
-    def __init__(
-        self,
-        writer: StepWriter,
-        transport: asyncio.Transport,
-        protocol: BaseProtocol,
-        heads: Sequence[bytes],
-        tail: bytes,
-    ) -> None:
-        """Writes nothing yet.
-
-        Args:
-            writer: Writes the events.
-            transport: Connection to the client.
-            protocol: Says whether the client reads.
-            heads: The bytes before the number, by its number of digits.
-            tail: The bytes after it.
-        """
-        self._write = writer.write
-        self._transport = transport
-        self._protocol = protocol
-        self._heads = heads
-        self._tail = tail
-
-    def write(self, number: int) -> bool:
-        """Writes the event with this number. Returns False, and writes nothing, while the client does not read."""
-        if self._protocol.writing_paused:
-            return False
-        digits = b"%d" % number
-        self._write(self._transport, self._heads[len(digits)] + digits + self._tail)
-        return True
 
 
 class WrittenResponse(web.StreamResponse):
@@ -184,8 +150,6 @@ class EventStream(WrittenResponse):
         self._transport = self._protocol.transport
         self._is_new = request.version >= HttpVersion11
         self._chunked = self._is_new and not has_length
-        self._after = _AFTER_DATA + b"\r\n" if self._chunked else _AFTER_DATA
-        """The bytes after the data of an event."""
         # Without chunks and length, the end of the connection is the end of the body.
         self._keeps_connection = request.keep_alive and (self._chunked or has_length)
 
@@ -216,7 +180,7 @@ class EventStream(WrittenResponse):
 
     def write_event(self, data: bytes) -> None:
         """Writes an event with this data, which must not contain a line break."""
-        self._send(self._before(len(data)) + data + self._after)
+        self.write_bytes(event_of(data))
 
     def write_bytes(self, data: bytes) -> None:
         """Writes bytes of any kind."""
@@ -231,25 +195,27 @@ class EventStream(WrittenResponse):
             text = self._head() + text
         self._writer.write(self._transport, text)
 
-    def numbered(self, before: bytes, after: bytes) -> NumberedEvents:
-        """Returns a writer of events differing only in a number of 32 bits, such as a token id.
+    def token_writer(self, before: bytes, after: bytes) -> TokenWriter:
+        """Returns a writer of events differing only in a token.
 
         Args:
-            before: The data before the number, without a line break.
+            before: The data before the token, without a line break.
             after: The data after it.
 
         Raises:
             RuntimeError: the response has not begun.
         """
         if not self.begun or self._transport is None:
-            raise RuntimeError("expected a response that has begun, since numbered events follow its head")
-        sizes = range(len(before) + len(after), len(before) + len(after) + _MAX_DIGITS + 1)
-        heads = [self._before(size) + before for size in sizes]
-        return NumberedEvents(self._writer, self._transport, self._protocol, heads, after + self._after)
-
-    def _before(self, size: int) -> bytes:
-        """Returns the bytes before an event's data of this size: each event is a chunk of its own."""
-        return _CHUNK_HEAD % (size + _FRAMING_BYTES) if self._chunked else _BEFORE_DATA
+            raise RuntimeError("expected a response that has begun, since a token writer's events follow its head")
+        return TokenWriter(
+            self._writer.pending,
+            self._writer.wake,
+            self._transport,
+            self._protocol,
+            _BEFORE_DATA + before,
+            after + _AFTER_DATA,
+            are_chunks=self._chunked,
+        )
 
     def end(self, *, close: bool = False) -> None:
         """Ends the response; with ``close`` also the connection, once the client has read the rest."""

@@ -9,8 +9,9 @@ from array import array
 from typing import Any
 
 import msgspec
+from kvrouter.core import TokenWriter
 from kvrouter.frontend.edge.choice import WholeSink
-from kvrouter.frontend.edge.event_stream import EventStream, NumberedEvents
+from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.edge.frame import FINISH_REASONS, Piece, ResponseFrame
 from kvrouter.frontend.edge.response_stream import ResponseStream
 from kvrouter.frontend.edge.token_list import encode_token_ids
@@ -156,8 +157,8 @@ class CompletionStream(ResponseStream):
         self._count = frame.counts[0]
         self._before = b""
         """The text of a chunk before its token ids."""
-        self._single_tokens: NumberedEvents | None = None
-        """Writes chunks with one token and nothing else, as nearly all are; None until the first chunk is written."""
+        self._token_writer: TokenWriter | None = None
+        """Writes further chunks with one token and nothing else; None until the first chunk is written."""
         self._unread_tokens = array("I")
         self._unread_finish_reason: int = 0
 
@@ -165,30 +166,29 @@ class CompletionStream(ResponseStream):
         """Adds where the request runs."""
         self._place(0, routing)
         self._before = self._head + b',"choices":[{"index":0,"text":""'
-        self._single_tokens = None
 
-    def output(self, output: Output) -> None:
+    def output(self, output: Output) -> TokenWriter | None:
         """Writes a piece of the output, or keeps its tokens if the client does not read.
+
+        Returns the writer for further pieces, unless tokens are kept.
 
         Raises:
             TooLarge: the client has left too much unread.
         """
-        if (
-            (single_tokens := self._single_tokens) is not None
-            and type(output) is Output
-            and output.tokens == 1
-            and self._flushing is None
-            and single_tokens.write(output.token_ids[0])
-        ):
-            self._count.output_tokens += 1
-            return
         self._count.add(output)
         if not self._must_keep:
             self._write_tokens(output.token_ids, output.finish_reason)
-            return
+            return self._token_writer
         self._unread_tokens.extend(output.token_ids)
         self._unread_finish_reason = output.finish_reason
         self._kept(output.tokens * TOKEN_BYTES)
+        return None
+
+    async def end(self) -> None:
+        """Writes the rest of the response."""
+        if self._token_writer is not None:
+            self._count.output_tokens += self._token_writer.total
+        await super().end()
 
     def _write_kept(self) -> None:
         token_ids, self._unread_tokens = self._unread_tokens, array("I")
@@ -205,5 +205,5 @@ class CompletionStream(ResponseStream):
             self._prompt_is_due = False
             after = b',"prompt_token_ids":%b%b' % (self._frame.prompt_json(0), after)
         self._events.write_event(b'%b,"token_ids":%b%b' % (before, encode_token_ids(token_ids), after))
-        if self._single_tokens is None and not self._prompt_is_due:
-            self._single_tokens = self._events.numbered(before + b',"token_ids":[', b"]" + _AFTER_TOKENS[0])
+        if self._token_writer is None and not self._prompt_is_due:
+            self._token_writer = self._events.token_writer(before + b',"token_ids":[', b"]" + _AFTER_TOKENS[0])

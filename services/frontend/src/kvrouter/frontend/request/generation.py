@@ -428,6 +428,7 @@ class Generation:
             deadline,
             may_leave=lambda cause: self._may_leave(worker_id, cause),
             stays_a_probe=worker_id == self._budget.silent_worker_id,
+            on_written=progress.written,
         )
         attempt = self._workers.start(dispatch)
         if prefill is not None:

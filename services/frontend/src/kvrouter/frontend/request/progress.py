@@ -9,7 +9,9 @@ from itertools import chain
 from typing import Protocol
 
 import msgspec
+from kvrouter.core import TokenWriter
 from kvrouter.frontend.metrics import ModelMetrics
+from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
@@ -37,8 +39,8 @@ class OutputReceiver(Protocol):
     def routed(self, routing: Routed) -> None:
         """Receives where the request runs, at the start of each attempt."""
 
-    def output(self, output: Output) -> None:
-        """Receives a piece of the output."""
+    def output(self, output: Output) -> TokenWriter | None:
+        """Receives a piece of the output. Returns a writer that may take further ones in its place, if there is one."""
 
 
 _BROKEN_OFF = (FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR)
@@ -59,6 +61,11 @@ class KeptOutput(msgspec.Struct):
         """Limits the memory of the pieces. To be called now and then."""
         if len(self.pieces) > _MAX_PIECES:
             self._pack()
+
+    def add_packed(self, tokens: bytes) -> None:
+        """Adds tokens that are packed already. Packs the pieces, which come before them."""
+        self._pack()
+        self.packed_pieces += tokens
 
     def packed(self) -> bytes:
         """Returns the tokens as a packed buffer."""
@@ -90,7 +97,7 @@ class Progress(msgspec.Struct, eq=False):
     """Returns the time since a prefill worker computed the prompt, microseconds, if known. None if the worker computes
     it."""
     output_tokens: int = 0
-    """Output tokens of this attempt."""
+    """Output tokens of this attempt, without those that a token writer has taken and not told yet."""
     cached_tokens: int | None = None
     """Prompt tokens the worker found cached; None while it has not said so."""
     lower_cached_tokens: LowerTiers | None = None
@@ -98,7 +105,7 @@ class Progress(msgspec.Struct, eq=False):
     first_output_ns: int = 0
     """Time of the first output, by ``time.perf_counter_ns``; 0 before."""
     last_output_ns: int = 0
-    """Time of the latest output."""
+    """Time of the latest of these output tokens."""
     is_whole: bool = False
     """Whether the output has ended, by itself or at its limit."""
     frees_when_prefilled: bool = False
@@ -106,8 +113,11 @@ class Progress(msgspec.Struct, eq=False):
     counted_tokens: int = 0
     """Output tokens the metric includes."""
 
-    def pass_on(self, output: Output) -> None:
-        """Passes a piece of the output on. Runs for every token, so it defers most work to full blocks."""
+    def pass_on(self, output: Output) -> TokenWriter | None:
+        """Passes a piece of the output on. May run for every token, so it defers most work to full blocks.
+
+        Returns a writer that may take the tokens of the current block, which ``written`` counts.
+        """
         tokens = output.tokens
         if tokens:
             now_ns = time.perf_counter_ns()
@@ -128,7 +138,18 @@ class Progress(msgspec.Struct, eq=False):
                 self.kept.pieces.append(output.token_ids)
             if output_tokens > self.booking.room and not output.finish_reason:
                 self._report()
-        self.receiver.output(self._note_details(output) if isinstance(output, DetailedOutput) else output)
+        writer = self.receiver.output(self._note_details(output) if isinstance(output, DetailedOutput) else output)
+        if writer is None or output.finish_reason or not self.output_tokens:
+            return None
+        writer.begin(self.booking.room - self.output_tokens, self.last_output_ns, self.metrics.token_latency)
+        return writer
+
+    def written(self, tokens: bytes, last_ns: int) -> None:
+        """Counts packed tokens that a writer has taken, the last one at a time by ``time.perf_counter_ns``."""
+        self.output_tokens += len(tokens) // TOKEN_BYTES
+        self.last_output_ns = last_ns
+        if self.kept is not None:
+            self.kept.add_packed(tokens)
 
     def _note_details(self, output: DetailedOutput) -> Output:
         """Notes what a piece has besides tokens. Returns the piece for the client."""

@@ -15,7 +15,7 @@ import grpc
 import msgspec
 import structlog
 from google.protobuf.message import DecodeError
-from kvrouter.core import read_output
+from kvrouter.core import TokenWriter, read_output
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.failures import Fault, WorkerFailure, WorkerFate, fault_of
@@ -56,14 +56,20 @@ class Dispatch(msgspec.Struct, eq=False):
     request: WorkerRequest
     prompt: bytes
     """Its token ids, packed."""
-    on_output: Callable[[Output], None]
-    """Called with each piece; the last one has a finish reason. An exception from it ends the attempt."""
+    on_output: Callable[[Output], TokenWriter | None]
+    """Called with each piece; the last one has a finish reason. An exception from it ends the attempt.
+
+    It may return a writer, which then takes the pieces that it can.
+    """
     deadline: Deadline
     may_leave: Callable[[str], bool]
     """Returns whether the request may leave its worker for a cause, as in ``WorkerFailure``: because another one could
     take it, or continue it once it has output."""
     stays_a_probe: bool = False
     """Whether to wait for one more missed probe before leaving a worker that does not answer."""
+    on_written: Callable[[bytes, int], None] = lambda _tokens, _last_ns: None
+    """Called with packed tokens that the writer has taken, and the time of the last one, before the next piece passes
+    or the attempt ends."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -105,7 +111,12 @@ class WorkerAttempt:
         self._metrics = metrics
         self._max_tokens = dispatch.request.stop.max_tokens if max_tokens is None else max_tokens
         self._left = self._max_tokens
-        """Tokens that may yet arrive, whether or not the worker keeps to the limit."""
+        """Tokens that may yet arrive, whether or not the worker keeps to the limit.
+
+        Those that the token writer has taken and not told yet are among them.
+        """
+        self._token_writer: TokenWriter | None = None
+        """Takes pieces while they are single tokens and nothing else is to be done."""
         self.unattributed: WorkerFailure | None = None
         """Its failure, if it may not be its worker's fault."""
         self._missed_to_leave = 0
@@ -158,8 +169,17 @@ class WorkerAttempt:
 
     def on_response(self, encoded: bytes) -> None:
         """Passes a piece on that a worker has sent, an encoded WorkerServiceGenerateResponse."""
-        self._worker.pieces += 1
-        if (self._over or self._finish_reason or self._worker.missed) and self._has_finished():
+        worker = self._worker
+        worker.pieces += 1
+        if self._token_writer is not None:
+            try:
+                if not worker.missed and self._token_writer.take(encoded):
+                    return
+            except Exception as error:
+                self._receiver_failed(error)
+                return
+            self._settle()
+        if (self._over or self._finish_reason or worker.missed) and self._has_finished():
             return
         plain = read_output(encoded)
         if plain is not None and self._has_output:
@@ -167,10 +187,7 @@ class WorkerAttempt:
             count = len(token_ids)
             if not finish_reason and cached_tokens is None and count <= self._left:
                 self._left -= count
-                try:
-                    self._on_output(Output(count, token_ids, encoded))
-                except Exception as error:
-                    self._receiver_failed(error)
+                self._pass_on(Output(count, token_ids, encoded))
                 return
         try:
             output = DetailedOutput.read(encoded, plain)
@@ -252,9 +269,20 @@ class WorkerAttempt:
 
     def _pass_on(self, output: Output) -> None:
         try:
-            self._on_output(output)
+            writer = self._on_output(output)
         except Exception as error:
             self._receiver_failed(error)
+        else:
+            if writer is not None and not self._over:
+                writer.limit = min(writer.limit, self._left)
+                self._token_writer = writer
+
+    def _settle(self) -> None:
+        """Counts the tokens that the writer has taken, and leaves further pieces to others."""
+        writer, self._token_writer = self._token_writer, None
+        if writer is not None and (tokens := writer.taken()):
+            self._left -= len(tokens) // TOKEN_BYTES
+            self._dispatch.on_written(tokens, writer.last_ns)
 
     def _receiver_failed(self, error: Exception) -> None:
         """Ends the attempt. The error is raised in the request's task, since the connection serves other requests."""
@@ -295,6 +323,7 @@ class WorkerAttempt:
 
     def _end_failed(self, outcome: Outcome) -> None:
         """Ends output with no finish reason. At max_tokens it is complete for the client nevertheless."""
+        self._settle()
         if not self._left:
             self._pass_on(DetailedOutput.last())
             self._end(None)
@@ -344,6 +373,7 @@ class WorkerAttempt:
     def _end(self, outcome: Outcome) -> None:
         if self._over:
             return
+        self._settle()
         self._over = True
         call, self._call = self._call, None
         if call is not None:

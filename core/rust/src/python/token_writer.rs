@@ -1,0 +1,104 @@
+//! Python class that passes single tokens of a worker on to a client.
+
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBytes, PyDict, PyList};
+
+use super::observations::Observations;
+use crate::outputs;
+use crate::token_events::TokenEvents;
+
+/// Implements `kvrouter.core.reference.TokenWriter`.
+#[pyclass(module = "kvrouter.core._native")]
+pub struct TokenWriter {
+    pending: Py<PyDict>,
+    wake: Py<PyAny>,
+    transport: Py<PyAny>,
+    protocol: Py<PyAny>,
+    events: TokenEvents,
+    latency: Option<Py<Observations>>,
+    #[pyo3(get, set)]
+    limit: u64,
+    #[pyo3(get)]
+    last_ns: i64,
+    #[pyo3(get)]
+    total: u64,
+    /// Little-endian u32.
+    taken: Vec<u8>,
+}
+
+impl TokenWriter {
+    /// Writes the event of a token.
+    fn write(&self, py: Python<'_>, token: u32) -> PyResult<()> {
+        let event = PyBytes::new(py, &self.events.event(token));
+        let (pending, transport) = (self.pending.bind(py), self.transport.bind(py));
+        if let Some(events) = pending.get_item(transport)? {
+            return events.cast::<PyList>()?.append(event);
+        }
+        if pending.is_empty() {
+            self.wake.call0(py)?;
+        }
+        pending.set_item(transport, PyList::new(py, [event])?)
+    }
+}
+
+#[pymethods]
+impl TokenWriter {
+    #[new]
+    #[pyo3(signature = (pending, wake, transport, protocol, before, after, *, are_chunks))]
+    fn new(
+        pending: Py<PyDict>,
+        wake: Py<PyAny>,
+        transport: Py<PyAny>,
+        protocol: Py<PyAny>,
+        before: &[u8],
+        after: &[u8],
+        are_chunks: bool,
+    ) -> Self {
+        let events = TokenEvents::new(before, after, are_chunks);
+        let (latency, taken) = Default::default();
+        Self { pending, wake, transport, protocol, events, latency, limit: 0, last_ns: 0, total: 0, taken }
+    }
+
+    fn begin(&mut self, limit: u64, last_ns: i64, latency: Py<Observations>) {
+        (self.limit, self.last_ns, self.latency) = (limit, last_ns, Some(latency));
+    }
+
+    fn take(&mut self, py: Python<'_>, response: &[u8]) -> PyResult<bool> {
+        let (1.., Some(latency), Some(token)) = (self.limit, &self.latency, outputs::only_token(response)) else {
+            return Ok(false);
+        };
+        if self.protocol.bind(py).getattr(intern!(py, "writing_paused"))?.is_truthy()? {
+            return Ok(false);
+        }
+        self.write(py, token)?;
+        let now_ns = clock_ns(py)?;
+        latency.borrow_mut(py).observe((now_ns - self.last_ns) as f64 / 1e9, 1);
+        self.last_ns = now_ns;
+        self.limit -= 1;
+        self.total += 1;
+        self.taken.extend_from_slice(&token.to_le_bytes());
+        Ok(true)
+    }
+
+    fn taken<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let taken = PyBytes::new(py, &self.taken);
+        self.taken.clear();
+        taken
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.pending)?;
+        visit.call(&self.wake)?;
+        visit.call(&self.transport)?;
+        visit.call(&self.protocol)
+    }
+}
+
+/// Returns the time by Python's clock, which callers measure with too.
+fn clock_ns(py: Python<'_>) -> PyResult<i64> {
+    static CLOCK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    CLOCK.import(py, "time", "perf_counter_ns")?.call0()?.extract()
+}

@@ -1,0 +1,108 @@
+"""Passes single tokens of a worker on to a client."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+from typing import Protocol
+
+from kvrouter.core.reference.observations import Observations
+from kvrouter.core.reference.outputs import read_output
+
+
+class Client(Protocol):
+    """Knows whether a client reads."""
+
+    @property
+    def writing_paused(self) -> bool:
+        """Whether it leaves output unread."""
+
+
+class TokenWriter:
+    """Writes events of one client that differ only in a token, which it takes from a worker's pieces of output.
+
+    It saves the steps in which other pieces pass. Whoever counts these asks it later which tokens it has taken.
+    """
+
+    def __init__(
+        self,
+        pending: dict[asyncio.Transport, list[bytes]],
+        wake: Callable[[], object],
+        transport: asyncio.Transport,
+        protocol: Client,
+        before: bytes,
+        after: bytes,
+        *,
+        are_chunks: bool,
+    ) -> None:
+        """Takes nothing before ``begin``.
+
+        Args:
+            pending: Where events are added, by client.
+            wake: Called when the first one is.
+            transport: The client.
+            protocol: Says whether it reads.
+            before: The bytes of an event before its token.
+            after: Those after it.
+            are_chunks: Whether each event is a chunk of an HTTP response.
+        """
+        self._pending = pending
+        self._wake = wake
+        self._transport = transport
+        self._protocol = protocol
+        self._before = before
+        self._after = after
+        self._are_chunks = are_chunks
+        self._latency: Observations | None = None
+        self.limit = 0
+        """Number of tokens that it may yet take."""
+        self.last_ns = 0
+        """Time of the latest token, by ``time.perf_counter_ns``."""
+        self.total = 0
+        """Number of tokens taken so far."""
+        self._taken = array("I")
+
+    def begin(self, limit: int, last_ns: int, latency: Observations) -> None:
+        """Lets it take tokens.
+
+        Args:
+            limit: Number of tokens that it may take.
+            last_ns: Time of the token before, by ``time.perf_counter_ns``.
+            latency: Observes the time between tokens, seconds.
+        """
+        self.limit, self.last_ns, self._latency = limit, last_ns, latency
+
+    def take(self, response: bytes) -> bool:
+        """Takes the token of an encoded WorkerServiceGenerateResponse that has nothing else, and writes its event.
+
+        Returns False, and does nothing, if there is anything else to do, or while the client does not read.
+        """
+        plain = read_output(response)
+        if not self.limit or self._latency is None or plain is None or self._protocol.writing_paused:
+            return False
+        token_ids, finish_reason, cached_tokens = plain
+        if len(token_ids) != 1 or finish_reason or cached_tokens is not None:
+            return False
+        self._write(*token_ids)
+        now_ns = time.perf_counter_ns()
+        self._latency.observe((now_ns - self.last_ns) / 1e9)
+        self.last_ns = now_ns
+        self.limit -= 1
+        self.total += 1
+        self._taken.extend(token_ids)
+        return True
+
+    def taken(self) -> bytes:
+        """Returns the tokens taken since it was last asked, as packed little-endian u32."""
+        taken, self._taken = self._taken.tobytes(), array("I")
+        return taken
+
+    def _write(self, token: int) -> None:
+        event = b"%b%d%b" % (self._before, token, self._after)
+        if self._are_chunks:
+            event = b"%x\r\n%b\r\n" % (len(event), event)
+        if not self._pending:
+            self._wake()
+        self._pending.setdefault(self._transport, []).append(event)
