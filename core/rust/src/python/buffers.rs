@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyMemoryView};
+use pyo3::types::{PyBytes, PyList, PyMemoryView, PyTuple};
 
 use crate::hash::{Multimodal, scope_seed};
 
@@ -143,8 +143,8 @@ fn kind(buffer: &PyUntypedBuffer) -> Kind {
 
 /// Converts any form of `TokenBuffer` to token ids as little-endian u32.
 pub fn tokens<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>> {
-    if let Ok(list) = object.cast::<PyList>() {
-        return from_iterable(list.as_any(), list.len());
+    if object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>() {
+        return from_iterable(object, object.len()?);
     }
     if let Ok(exact) = object.cast::<PyBytes>() {
         return whole_tokens(Bytes::Borrowed(exact));
