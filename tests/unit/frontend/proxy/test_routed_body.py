@@ -41,7 +41,8 @@ class Texts:
 async def read(model: ModelText, body: dict[str, Any], served: str = "m") -> RoutedBody:
     parsed = await RoutedBody.read(json.dumps(body).encode(), ClientWork(CollectorRegistry()), max_prompt_tokens=LIMIT)
     texts: Any = Texts(model)
-    return await parsed.tokenized(texts, served, max_prompt_tokens=LIMIT)
+    await parsed.tokenize(texts, served, max_prompt_tokens=LIMIT)
+    return parsed
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,7 @@ class HttpApi:
             return await otherwise(request, body)
         view = pools[0]
         conversation = conversation_of(request, self._conversations, routed.conversation_id, routed.prompt_cache_key)
-        routed = routed.named(model, request.headers, conversation)
+        routed.choose(model, request.headers, conversation)
         sent, translated = body, None
         if api is not None and not serves_itself(access, api.path, pools):
             as_chat = partial(routed.as_chat, api=api, max_prompt_tokens=limit)
@@ -391,7 +391,7 @@ class HttpApi:
         if access is not None:
             routed, sent = await permitted(access, routed, sent, path, self._work)
             check_salted(access, routed, pools)
-        routed = await routed.tokenized(models.texts, view.descriptor.model, max_prompt_tokens=limit)
+        await routed.tokenize(models.texts, view.descriptor.model, max_prompt_tokens=limit)
         passed = bytes(sent)
         if self._settings.forward_token_ids:
             passed = await self._with_token_ids(routed, passed, pools)

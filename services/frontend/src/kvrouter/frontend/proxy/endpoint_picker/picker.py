@@ -170,13 +170,14 @@ class Picker:
             model, pool = choice.model, choice.pool
             if model != choice.name:
                 body = await self._texts.work.read(partial(renamed, model=model), body)
-        routed = routed.named(model, headers, conversation, pool)
+        routed.choose(model, headers, conversation, pool)
         if self.access is not None:
             routed, passed = await permitted(self.access, routed, body, path, self._texts.work)
             body = bytearray(passed)
             check_salted(self.access, routed, self.resolve(routed).views)
         model = self.resolve(routed).model
-        return await routed.tokenized(self._texts, model, max_prompt_tokens=limit), body
+        await routed.tokenize(self._texts, model, max_prompt_tokens=limit)
+        return routed, body
 
     def deaths(self, body: RoutedBody, model: str, tenant: str) -> RequestDeaths:
         """Returns the counter of deaths of a tenant's request to a served model.
