@@ -109,20 +109,18 @@ class EngineAnswer(Struct, eq=False):
             self._pass, self._client = take, client
 
     def arrived(self, size: int) -> bool:
-        """Passes on the parts that a read of ``size`` bytes added. Returns False if too much is unread."""
-        self._unread_bytes += size
-        waiting = self._waiting
-        if waiting is not None and self.unread and not waiting.done() and not self._passes_at_once(waiting):
-            waiting.set_result(None)
-        return not self.unread or self._unread_bytes <= _MAX_UNREAD_BYTES
+        """Takes the parts that a read of ``size`` bytes added, and passes them on at once if ``pass_on`` waits for it.
 
-    def _passes_at_once(self, waiting: asyncio.Future[None]) -> bool:
-        """Passes on what has arrived if ``pass_on`` waits for it. Returns False if a task must do that."""
-        client = self._client
-        if self._pass is None or (client is not None and client.is_full):
-            return False
-        if not self._budget.take(_PART_US + self._unread_bytes // _BYTES_PER_US):
-            return False
+        Returns False if too much is unread.
+        """
+        self._unread_bytes = unread_bytes = self._unread_bytes + size
+        waiting, client = self._waiting, self._client
+        if waiting is None or not self.unread or waiting.done():
+            return not self.unread or unread_bytes <= _MAX_UNREAD_BYTES
+        is_full = client is not None and client.is_full
+        if self._pass is None or is_full or not self._budget.take(_PART_US + unread_bytes // _BYTES_PER_US):
+            waiting.set_result(None)  # A task must take them.
+            return unread_bytes <= _MAX_UNREAD_BYTES
         try:
             self._pass(self._taken())
         except Exception as error:

@@ -38,7 +38,7 @@ from kvrouter.frontend.request.gen_ai import operation_of
 from kvrouter.frontend.request.request_runner import RequestRunner
 from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
 from kvrouter.frontend.workers.failures import RETRY_AFTER_MS
-from kvrouter.frontend.workers.output import DetailedOutput
+from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net import trace_context
 from kvrouter.net.calls import OutcomeUnknown
 from kvrouter.runtime.discovery.directory import ComponentView
@@ -334,7 +334,7 @@ class EngineCalls:
         self, answer: EngineAnswer, receiver: WorkerAttempt, response: EngineResponse
     ) -> DetailedOutput:
         def take(part: bytes) -> None:
-            receiver.take(DetailedOutput(count_tokens(part), (), response.take(part)))
+            receiver.take(Output(count_tokens(part), (), response.take(part)))
 
         await answer.pass_on(take, self._response.stream)
         return DetailedOutput(raw=response.take(b"", ends=True))

@@ -196,7 +196,7 @@ class WorkerAttempt:
         else:
             self._take(output)
 
-    def take(self, output: DetailedOutput) -> None:
+    def take(self, output: Output) -> None:
         """Passes a piece on that an engine has sent over its OpenAI API."""
         self._worker.pieces += 1
         if (self._over or self._finish_reason or self._worker.missed) and self._has_finished():
@@ -218,7 +218,7 @@ class WorkerAttempt:
             return True
         return False
 
-    def _take(self, output: DetailedOutput) -> None:
+    def _take(self, output: Output) -> None:
         """Passes a piece on that begins or ends the output, or has more than tokens."""
         is_overrun = output.tokens > self._left
         if is_overrun:

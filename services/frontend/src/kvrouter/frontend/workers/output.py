@@ -40,10 +40,27 @@ class Output(msgspec.Struct, eq=False, gc=False):
     transfer_params = cast("TransferParams | None", None)
     logprobs = cast("Sequence[float]", ())
     top_logprobs = cast("Sequence[TopLogprobs]", ())
+    is_of_worker = False
 
     def without(self, field: OptionalField) -> Output:  # noqa: ARG002 - it has none
         """Returns the piece without one of its optional fields."""
         return self
+
+    def first(self, tokens: int) -> DetailedOutput:
+        """Returns the first tokens of a worker's piece, ended with finish reason LENGTH."""
+        rest = self.copy_message()
+        del rest.token_ids[tokens:]
+        del rest.token_engine_ns[tokens:]
+        del rest.logprobs[tokens:]
+        del rest.top_logprobs[tokens:]
+        if not rest.token_ids:
+            rest.text = ""  # Cutting the text at a token would need the tokenizer.
+        rest.finish_reason = FinishReason.FINISH_REASON_LENGTH
+        return DetailedOutput.of(rest)
+
+    def copy_message(self) -> GenerateOutput:
+        """Returns a copy of the worker's message, to be changed."""
+        return WorkerServiceGenerateResponse.FromString(self.raw).output if self.is_of_worker else GenerateOutput()
 
 
 class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
@@ -102,18 +119,6 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
         """Returns a piece without tokens ending the output with finish reason LENGTH."""
         return cls.of(GenerateOutput(finish_reason=FinishReason.FINISH_REASON_LENGTH))
 
-    def first(self, tokens: int) -> DetailedOutput:
-        """Returns the first tokens of a worker's piece, ended with finish reason LENGTH."""
-        rest = self.copy_message()
-        del rest.token_ids[tokens:]
-        del rest.token_engine_ns[tokens:]
-        del rest.logprobs[tokens:]
-        del rest.top_logprobs[tokens:]
-        if not rest.token_ids:
-            rest.text = ""  # Cutting the text at a token would need the tokenizer.
-        rest.finish_reason = FinishReason.FINISH_REASON_LENGTH
-        return DetailedOutput.of(rest)
-
     def without(self, field: OptionalField) -> DetailedOutput:
         """Returns the piece without one of its optional fields."""
         if not self.is_of_worker:
@@ -123,7 +128,3 @@ class DetailedOutput(Output, kw_only=True, eq=False, gc=False):
         if field == "cached_tokens":
             rest.ClearField("lower_cached_tokens")
         return DetailedOutput.of(rest)
-
-    def copy_message(self) -> GenerateOutput:
-        """Returns a copy of the worker's message, to be changed."""
-        return WorkerServiceGenerateResponse.FromString(self.raw).output if self.is_of_worker else GenerateOutput()
