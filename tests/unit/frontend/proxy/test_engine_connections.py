@@ -187,6 +187,15 @@ async def test_a_response_that_is_late_ends_with_the_deadline(answer: bytes) -> 
         await served.closed.wait()
 
 
+@pytest.mark.parametrize("before", [0.05, 30])
+async def test_each_exchange_of_a_connection_has_its_own_deadline(before: float) -> None:
+    async with engine(SIZED, b"") as (served, connections):
+        assert await body_of(connections, await post(connections, served, seconds=before)) == b"hi"
+        with pytest.raises(DeadlineExceeded):
+            await post(connections, served, seconds=0.1)
+        assert served.connections == 1
+
+
 async def test_a_response_nobody_reads_to_its_end_ends_the_connection() -> None:
     async with engine(OK + b"Content-Length: 9\r\n\r\nhi", SIZED) as (served, connections):
         answer = await post(connections, served)

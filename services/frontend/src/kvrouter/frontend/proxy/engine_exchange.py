@@ -168,7 +168,10 @@ class EngineConnection(asyncio.Protocol):
         self._answered: asyncio.Future[EngineAnswer] | None = None
         """Done when the head of the response has arrived; None while the connection is idle."""
         self._answer: EngineAnswer | None = None
-        self._deadline: asyncio.TimerHandle | None = None
+        self._late_at: float | None = None
+        """When the response is late, seconds of the loop's clock; None for never."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Checks that. It outlives an exchange, because a timer for each would cost more than a check in vain."""
         self._reason = b""
         self._headers: CIMultiDict[str] = CIMultiDict()
         self._head_bytes = 0
@@ -197,21 +200,21 @@ class EngineConnection(asyncio.Protocol):
         """
         self._answered = answered = self._loop.create_future()
         self._answer, self._head_bytes, self._is_complete, self._ends_with_connection = None, 0, False, False
-        if seconds is not None:
-            self._deadline = self._loop.call_later(seconds, self._expire)
         if self._transport is None:
             self._fail(EngineFailed("its OpenAI API broke the connection: closed without a response"))
-        else:
-            self._transport.writelines((head, body))
+            return answered
+        self._transport.writelines((head, body))
+        if seconds is not None:
+            self._late_at = late_at = self._loop.time() + seconds
+            if self._timer is None or self._timer.when() > late_at:
+                self._check_time()
         return answered
 
     def end(self) -> bool:
         """Ends the exchange. Returns whether the connection can serve another request; otherwise it is closed."""
         self._answered = self._answer = None
         self._body.clear()
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self._late_at = None
         if self._is_complete and self._keeps_connection and self._transport is not None:
             if self._is_paused:
                 self._read_on()
@@ -254,6 +257,8 @@ class EngineConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Takes the end of the connection, and why it broke."""
         self._transport = None
+        if self._timer is not None:
+            self._timer.cancel()
         if self._answered is None or self._is_complete:
             return
         if self._answer is not None and self._ends_with_connection and exc is None:
@@ -307,8 +312,17 @@ class EngineConnection(asyncio.Protocol):
         self._is_complete = False
         self.close()
 
-    def _expire(self) -> None:
-        self._fail(late())
+    def _check_time(self) -> None:
+        """Fails a late exchange, or looks again when it is late."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._late_at is None:
+            return
+        if self._late_at > self._loop.time():
+            self._timer = self._loop.call_at(self._late_at, self._check_time)
+        else:
+            self._fail(late())
 
 
 def late() -> DeadlineExceeded:
