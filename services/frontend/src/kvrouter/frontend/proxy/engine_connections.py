@@ -21,6 +21,7 @@ from kvrouter.net.http2.connecting import addresses_of, first_connection
 _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 15.0
 """Time after which an idle connection is closed."""
+_UNSAFE = "expected headers and a path without line breaks"
 
 
 class _Origin(NamedTuple):
@@ -85,14 +86,12 @@ class EngineConnections:
         except ValueError as error:
             raise NotSent(f"its OpenAI API cannot be reached: {error}") from None
         named = "\r\n".join([*map(": ".join, headers.items()), ""])
-        is_one_path = path.isascii() and path.isprintable() and " " not in path  # No other request begins in it.
         lines = len(headers)
-        if named.count("\n") != lines or named.count("\r") != lines or "\0" in named or not is_one_path:
-            raise ValueError("expected headers and a path without line breaks")
+        if named.count("\n") != lines or named.count("\r") != lines or "\0" in named:
+            raise ValueError(_UNSAFE)
         if origin.credential and "authorization" not in map(str.lower, headers):
             named += origin.credential
-        line = f"POST {origin.path}{path} HTTP/1.1\r\nHost: {origin.authority}\r\n"
-        head = f"{line}{named}Content-Length: {len(data)}\r\n\r\n"
+        head = f"{_first_lines(origin, path)}{named}Content-Length: {len(data)}\r\n\r\n"
         connection = self._take(origin) or await self._connect(origin, seconds)
         try:
             answer = await connection.exchange(head.encode(), data, seconds)
@@ -168,6 +167,14 @@ class EngineConnections:
             last = group.exceptions[-1]
             failure = os_error_words(last) if isinstance(last, OSError) else str(last)
         raise NotSent(f"its OpenAI API cannot be reached: {failure} at {origin.host}:{origin.port}")
+
+
+@lru_cache(256)
+def _first_lines(origin: _Origin, path: str) -> str:
+    """Returns the first lines of a request. Raises ValueError if another one may begin in its path."""
+    if not (path.isascii() and path.isprintable()) or " " in path:
+        raise ValueError(_UNSAFE)
+    return f"POST {origin.path}{path} HTTP/1.1\r\nHost: {origin.authority}\r\n"
 
 
 @cache

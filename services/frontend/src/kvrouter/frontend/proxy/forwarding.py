@@ -20,7 +20,7 @@ from kvrouter.engines.openai_server import is_alive, is_openai_server
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER, kv_source_text
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
-from kvrouter.frontend.generate_request import GenerateRequest, Sampling, StopRules
+from kvrouter.frontend.generate_request import DEFAULT_SAMPLING, GenerateRequest, Sampling, StopRules
 from kvrouter.frontend.proxy.engine_connections import EngineConnections
 from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineFailed
 from kvrouter.frontend.proxy.engine_request import (
@@ -90,7 +90,7 @@ def generate_request(body: RoutedBody, request_id: str, pools: Sequence[Componen
         request_id=request_id,
         priority=body.priority,
         conversation_id=body.conversation_id,
-        sampling=Sampling(n=body.sequences),
+        sampling=Sampling(n=body.sequences) if body.sequences > 1 else DEFAULT_SAMPLING,
         scope=BlockScope(cache_salt=body.cache_salt) if body.cache_salt else None,
         multimodal_hashes=body.media.hashes if body.media else (),
     )
@@ -223,7 +223,7 @@ class EngineCalls:
         read: Callable[[EngineAnswer, WorkerAttempt], Awaitable[None]],
         receiver: WorkerAttempt,
     ) -> None:
-        if worker is None or not worker.openai_endpoint:
+        if worker is None or not (url := worker.openai_endpoint):
             receiver.on_error(DependencyAway(f"worker {dispatch.worker_id} has no OpenAI API any more"))
             return
         if self._routed.salted_path and not self._routed.may_run_at(worker):
@@ -240,9 +240,7 @@ class EngineCalls:
         seconds = dispatch.deadline.remaining()
         answer: EngineAnswer | None = None
         try:
-            answer = await self._engines.connections.post(
-                worker.openai_endpoint, path, data=body, headers=headers, seconds=seconds
-            )
+            answer = await self._engines.connections.post(url, path, data=body, headers=headers, seconds=seconds)
             if answer.status >= _FIRST_ERROR:
                 await self._check(answer, path, has_key=bool(key))
             if (self._is_authenticated or self._path) and "Content-Encoding" in answer.headers:
@@ -250,7 +248,7 @@ class EngineCalls:
             await read(answer, receiver)
         except EngineFailed as error:
             # Engines that live end connections too, such as an idle one that a request has just taken.
-            lives = await is_alive(self._engines.session, worker.openai_endpoint)
+            lives = await is_alive(self._engines.session, url)
             receiver.on_error(DependencyAway(str(error)) if lives else OutcomeUnknown(str(error)))
         except ConnectionError:
             return  # The client has left; aiohttp cancels its handler.
@@ -280,7 +278,8 @@ class EngineCalls:
             headers = _without(self._request.headers, _NOT_FORWARDED)
         if self._is_authenticated or self._path:
             headers = _without(headers, _ENCODING)  # A compressed response could not be read.
-        return headers | trace_context.headers()
+        headers |= trace_context.headers()
+        return headers
 
     def _shown(self, failure: str) -> str:
         return shown_failure(failure) if self._is_authenticated else failure
