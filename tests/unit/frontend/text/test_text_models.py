@@ -29,7 +29,7 @@ class Registered:
     async def changes(self) -> AsyncIterator[Registered]:
         for engines in self._states:
             workers = {number: WorkerRegistration(engine=engine) for number, engine in enumerate(engines)}
-            self.components = {"a": SimpleNamespace(descriptor=SimpleNamespace(model="m"), workers=workers)}
+            self.components = {"a": SimpleNamespace(model="m", workers=workers)}
             yield self
 
 

@@ -391,7 +391,7 @@ class HttpApi:
         if access is not None:
             routed, sent = await permitted(access, routed, sent, path, self._work)
             check_salted(access, routed, pools)
-        await routed.tokenize(models.texts, view.descriptor.model, max_prompt_tokens=limit)
+        await routed.tokenize(models.texts, view.model, max_prompt_tokens=limit)
         passed = bytes(sent)
         if self._settings.forward_token_ids:
             passed = await self._with_token_ids(routed, passed, pools)

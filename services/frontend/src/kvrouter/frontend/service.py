@@ -412,7 +412,7 @@ class FrontendService:
         if "component" in request:
             name = component_name(request.component)
             view = self._directory.components.get(name)
-            self._check_access(request, "" if view is None else view.descriptor.model)
+            self._check_access(request, "" if view is None else view.model)
             return name, []
         request.ClearField("model_choice")
         pool = ""

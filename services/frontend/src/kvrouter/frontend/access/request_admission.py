@@ -158,7 +158,7 @@ class OverloadBounds:
 
     def _try_work(self, admitted: AdmittedRequest, views: Sequence[ComponentView], weight: float) -> bool:
         """Adds the work of a request and its slot. Returns False, and adds nothing, if there is no room for both."""
-        model = self._models[views[0].descriptor.model]
+        model = self._models[views[0].model]
         tenant, mean_output = admitted.tenant, model.mean_output
         work = admitted.prompt_tokens + min(admitted.max_output_tokens or mean_output, mean_output)
         model.work.most = self._limits.work * _cache_tokens(views)
@@ -190,7 +190,7 @@ class OverloadBounds:
 def _cache_tokens(views: Sequence[ComponentView]) -> int:
     """Returns the size of the KV cache of all workers, tokens; 0 if the size of one of them is not known."""
     caches = [
-        rank.total_blocks * view.descriptor.block_size
+        rank.total_blocks * view.block_size
         for view in views
         for worker in view.workers.values()
         for rank in worker.ranks

@@ -42,7 +42,7 @@ async def prepare(models: ServedModels, limits: Limits, request: TextRequest) ->
         UnknownModel, NoWorkers, BadRequest, PromptTooLong, RateLimited, Overloaded.
     """
     view = models.resolve(request.fields.model).views[0]
-    model = view.descriptor.model
+    model = view.model
     pools = models.pools(request.fields.model, forwarding=False)
     constraint = request.constraint
     if constraint is not None:

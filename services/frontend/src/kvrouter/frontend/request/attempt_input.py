@@ -38,9 +38,8 @@ def set_routing(
 
     ``is_estimated``: whether the number of prompt tokens is an estimate.
     """
-    descriptor = view.descriptor
-    routing.component.CopyFrom(descriptor.component)
-    routing.model, routing.block_size = request.model, descriptor.block_size
+    routing.CopyFrom(view.routing_base)
+    routing.model = request.model
     routing.prompt_tokens, routing.max_output_tokens = prompt_tokens, request.stop.max_tokens
     # To set a field costs more than to leave it at its default.
     if is_estimated:
@@ -56,7 +55,7 @@ def set_routing(
     set_local_hashes(routing.local_hashes, local_hashes)
     media = request.multimodal_hashes
     if media and (unindexed := [item for item in media if item.unindexed]):
-        routing.indexed_blocks = min(block for block, _ in content_in_blocks(unindexed, descriptor.block_size))
+        routing.indexed_blocks = min(block for block, _ in content_in_blocks(unindexed, view.block_size))
     if request.scope is not None:
         routing.scope.CopyFrom(request.scope)
     if request.overrides is not None:
@@ -88,7 +87,7 @@ class AttemptInput:
         """The prompt the client sent, and the output of earlier attempts."""
         self.component = view.name
         """The pool."""
-        self.block_size = view.descriptor.block_size
+        self.block_size = view.block_size
         self.client_hashes = hash_prompt(prompt, request, self.block_size)
         """Hashes of the prompt the client sent."""
         self.hashes = self.client_hashes
@@ -114,7 +113,7 @@ class AttemptInput:
 
     def move_to(self, view: ComponentView) -> None:
         """Turns to another pool, which may have blocks of another size, and none of the workers that failed."""
-        self.component, self.block_size = view.name, view.descriptor.block_size
+        self.component, self.block_size = view.name, view.block_size
         client_prompt = self.prompt[: self.client_prompt_tokens * TOKEN_BYTES]
         self.client_hashes = hash_prompt(client_prompt, self._request, self.block_size)
         self.hashes = hash_prompt(self.prompt, self._request, self.block_size, known=self.client_hashes)

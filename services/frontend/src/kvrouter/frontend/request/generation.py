@@ -116,7 +116,7 @@ class Generation:
         self._input = AttemptInput(request, prompt, view, is_estimated=is_estimated)
         self._workers = workers
         self._metrics = metrics
-        self.model_metrics = metrics.models.of(view.descriptor.model)
+        self.model_metrics = metrics.models.of(view.model)
         """The metrics of its model."""
         self._budget = budget
         self._deaths = deaths

@@ -28,7 +28,7 @@ def pools_of_model(
     Raises:
         UnknownModel: no component serves the model.
     """
-    of_model = [view for view in components.values() if view.descriptor.model == model]
+    of_model = [view for view in components.values() if view.model == model]
     serving = [view for view in of_model if serves(view.descriptor.role, stage)]
     if not serving:
         live = [view.descriptor for view in components.values() if view.workers]
@@ -46,7 +46,7 @@ def of_pool(views: list[ComponentView], pool: str) -> list[ComponentView]:
     """
     found = [view for view in views if not pool or view.name.name == pool]
     if not found:
-        raise NoWorkers(f"{views[0].descriptor.model} has no pool {pool}")
+        raise NoWorkers(f"{views[0].model} has no pool {pool}")
     return found
 
 
@@ -109,9 +109,9 @@ def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[M
     """
     models = [
         Model(
-            name=view.descriptor.model,
+            name=view.model,
             component=view.descriptor.component,
-            block_size=view.descriptor.block_size,
+            block_size=view.block_size,
             workers=len(view.workers),
             max_model_len=view.descriptor.max_model_len or None,
             lora_names=sorted({name for worker in view.workers.values() for name in worker.lora_names}),
@@ -135,7 +135,7 @@ def structured_workers(view: ComponentView, field: str = CONSTRAINT_FIELD) -> li
     able = [worker.worker_id for worker in view.workers.values() if worker.serves_structured_output]
     if not able and view.workers:
         raise BadRequest(
-            f"{field}: no worker of the model {view.descriptor.model!r} constrains outputs",
+            f"{field}: no worker of the model {view.model!r} constrains outputs",
             field=field,
             advice=f"Leave {field} out, or use a model whose engines have structured output.",
         )

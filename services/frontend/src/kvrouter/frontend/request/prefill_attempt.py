@@ -48,19 +48,19 @@ def prefill_pools(
     can_prefill: Callable[[WorkerRegistration], bool] = lambda _: True,
 ) -> PrefillPools:
     """Returns the pools of a decode pool's model and namespace whose blocks have its size."""
-    model, block_size = decode.descriptor.model, decode.descriptor.block_size
+    model, block_size = decode.model, decode.block_size
     of_model = [
         view
         for view in components
         if view.descriptor.role == Role.ROLE_PREFILL
-        and view.descriptor.model == model
+        and view.model == model
         and view.name.namespace == decode.name.namespace
     ]
     if not of_model:
         return PrefillPools((), f"no prefill pool serves {model}")
-    matching = [view for view in of_model if view.descriptor.block_size == block_size]
+    matching = [view for view in of_model if view.block_size == block_size]
     if not matching:
-        sizes = ", ".join(sorted(f"{view.name} has {view.descriptor.block_size}" for view in of_model))
+        sizes = ", ".join(sorted(f"{view.name} has {view.block_size}" for view in of_model))
         return PrefillPools((), f"no prefill pool has blocks of {block_size} tokens: {sizes}")
     live = [
         view

@@ -69,7 +69,7 @@ def check_request(request: GenerateRequest, tokens: int, view: ComponentView, li
         raise BadRequest("the prompt is empty", field="token_ids", advice="Send at least one token id.")
     if is_openai_server(next(iter(view.workers.values()), _NO_WORKER)):
         raise BadRequest(
-            f"the workers of model {view.descriptor.model!r} have only an OpenAI API",
+            f"the workers of model {view.model!r} have only an OpenAI API",
             field="model",
             advice="Send the request to the Frontend's HTTP API.",
         )

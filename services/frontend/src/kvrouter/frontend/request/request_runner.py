@@ -130,7 +130,7 @@ class RequestRunner:
                     lambda caller: check_generation(caller, request, access.fields, access.salts), "Generate"
                 )
             views, lora_name, _ = self.models.resolve(request.model)
-            known_model = views[0].descriptor.model
+            known_model = views[0].model
             caller = current_caller()
             tenant = request.tenant if caller is None else caller.tenant
             deaths = RequestDeaths(self.poison_prompts, tenant, known_model, prompt, request.multimodal_hashes)

@@ -103,7 +103,7 @@ class ServedModels:
         """
         if not self.may_forward:
             return []
-        views = [view for view in self._derived_from.values() if view.descriptor.model == model]
+        views = [view for view in self._derived_from.values() if view.model == model]
         return [each for view in views if view.name in self._forwarding for each in view.workers.values()]
 
     def worker_at(self, endpoint: str) -> WorkerRegistration | None:
@@ -113,7 +113,7 @@ class ServedModels:
 
     def has_text(self, model: str) -> bool:
         """Returns whether the output of a model or LoRA adapter is returned as text."""
-        return self.texts.any_loaded and self.texts.find(self.resolve(model).views[0].descriptor.model) is not None
+        return self.texts.any_loaded and self.texts.find(self.resolve(model).views[0].model) is not None
 
     def text_of(self, model: str, field: str) -> ModelText:
         """Returns the tokenizer and template of a model or adapter.
@@ -128,9 +128,9 @@ class ServedModels:
             BadRequest: the model has no tokenizer here.
         """
         view = self.resolve(model).views[0]
-        if not view.workers and self.texts.find(view.descriptor.model) is None:
+        if not view.workers and self.texts.find(view.model) is None:
             raise NoWorkers(f"{view.name} has no live worker")
-        return self.texts.get(view.descriptor.model, field)
+        return self.texts.get(view.model, field)
 
     def _serving(self, model: str) -> Serving:
         """Returns the same as ``resolve``, whoever the caller is."""
@@ -222,7 +222,7 @@ class RequestPools:
             if current is not None and current.component == view.descriptor.component:
                 routed.CopyFrom(current)
             else:
-                size = view.descriptor.block_size
+                size = view.block_size
                 if size not in hashes:
                     hashes[size] = hash_prompt(prompt, self.request, size)
                 tokens = len(prompt) // TOKEN_BYTES

@@ -199,7 +199,7 @@ class TextModels:
     def _wanted(self, directory: Directory) -> dict[str, _Source]:
         views_by_model: dict[str, list[ComponentView]] = {}
         for view in directory.components.values():
-            views_by_model.setdefault(view.descriptor.model, []).append(view)
+            views_by_model.setdefault(view.model, []).append(view)
         sources: dict[str, _Source] = {}
         for model, views in sorted(views_by_model.items()):
             known = self._sources.get(model)
@@ -275,7 +275,7 @@ def _registered_vocabularies(views: Iterable[ComponentView]) -> dict[str, int]:
     votes: dict[str, Votes[int]] = {}
     for view in views:
         sizes = (worker.vocabulary_size for worker in view.workers.values())
-        votes.setdefault(view.descriptor.model, Votes()).update(sizes)
+        votes.setdefault(view.model, Votes()).update(sizes)
     return {model: max(sizes, key=lambda size: (sizes[size], size)) for model, sizes in votes.items() if sizes}
 
 

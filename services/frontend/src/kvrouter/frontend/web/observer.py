@@ -127,9 +127,9 @@ class Observer:
         """Returns how many ranks hold the whole prefix; None if no Indexer answers."""
         blocks = len(prefix.local_hashes) // 8
         for view in self._directory.components.values():
-            if view.descriptor.model != prefix.model:
+            if view.model != prefix.model:
                 continue
-            query = FindMatchesRequest(component=view.descriptor.component, block_size=view.descriptor.block_size)
+            query = FindMatchesRequest(component=view.descriptor.component, block_size=view.block_size)
             set_local_hashes(query.local_hashes, prefix.local_hashes)
             try:
                 indexer = await self._indexers.indexer(view.name)

@@ -13,7 +13,7 @@ from kvrouter.net.decoding import Undecodable, decode_message
 from kvrouter.net.etcd.registry_entries import read_descriptor, read_service, read_worker
 from kvrouter.runtime.contracts import SERVICES
 from kvrouter.runtime.discovery.retention import Process
-from kvrouter.v1.common_pb2 import Component, Role
+from kvrouter.v1.common_pb2 import Component, Role, RoutingRequest
 from kvrouter.v1.names import (
     ComponentName,
     InvalidName,
@@ -107,6 +107,21 @@ class ComponentView:
     """Drains that operators requested, by worker id. Their workers' registrations say they drain."""
     is_written: bool = True
     """Whether etcd has a descriptor, so the followed one need not be written."""
+
+    @cached_property
+    def model(self) -> str:
+        """Name of its model. To read a message takes many times as long."""
+        return self.descriptor.model
+
+    @cached_property
+    def block_size(self) -> int:
+        """Tokens of its blocks."""
+        return self.descriptor.block_size
+
+    @cached_property
+    def routing_base(self) -> RoutingRequest:
+        """What all requests to its Scheduler have in common, to be copied, never changed."""
+        return RoutingRequest(component=self.descriptor.component, block_size=self.block_size)
 
     @cached_property
     def publishes_events(self) -> bool:

@@ -51,7 +51,7 @@ class Servers(NamedTuple):
     @property
     def model(self) -> str:
         """The served model."""
-        return self.views[0].descriptor.model
+        return self.views[0].model
 
 
 class _Offer(NamedTuple):
@@ -84,8 +84,8 @@ class _Offer(NamedTuple):
             and body.may_run_at(worker)
         }
         request = generate_request(body, "")
-        request.use_adapter(view.descriptor.model, lora_name)
-        hashes = hash_prompt(body.token_ids, request, view.descriptor.block_size)
+        request.use_adapter(view.model, lora_name)
+        hashes = hash_prompt(body.token_ids, request, view.block_size)
         routing = RoutingRequest()
         set_routing(routing, request, view, hashes, body.prompt_tokens, is_estimated=body.is_estimated)
         routing.constraints.allowed_worker_ids.extend(() if len(endpoints) == len(view.workers) else endpoints)
@@ -107,7 +107,7 @@ class _Offer(NamedTuple):
             check_prompt_length(body.prompt_tokens, self.view.descriptor.max_model_len)
         if not self.endpoints:
             allowed = ", or none that the gateway allows"
-            raise NoWorkers(f"no worker of model {self.view.descriptor.model!r} has an OpenAI endpoint{allowed}")
+            raise NoWorkers(f"no worker of model {self.view.model!r} has an OpenAI endpoint{allowed}")
 
 
 class Picker:
@@ -252,7 +252,7 @@ class Picker:
             [endpoints[chosen], *fallbacks],
             headers,
             EngineWatch(view.workers[chosen], self._health, deaths, self._session),
-            self._metrics.of(view.descriptor.model),
+            self._metrics.of(view.model),
             selection.overlap_blocks,
             RoutedOn.ROUTED_ON_LOAD if selection.load_only else body.routed_on(view),
         )
