@@ -239,7 +239,7 @@ class EngineResponse:
         self.is_stream = is_stream
         """Whether it is a stream of events."""
         self._kept = bytearray()
-        """The bytes that may have the usage: the last ones of a stream, all of another response."""
+        """The bytes that may have the usage: the last ones of a stream, the first ones of another response."""
         self._transfers = TransferFilter(is_stream=is_stream, status=status) if hides_internal else None
 
     def take(self, piece: bytes, *, ends: bool = False) -> bytes:
