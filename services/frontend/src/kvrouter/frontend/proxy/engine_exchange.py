@@ -130,7 +130,7 @@ class EngineAnswer(Struct, eq=False):
 
     def _taken(self) -> bytes:
         """Returns what is unread, which is taken then."""
-        part = self.unread[0] if len(self.unread) == 1 else b"".join(self.unread)
+        part = b"".join(self.unread)  # A single part is not copied.
         self.unread.clear()
         self._unread_bytes = 0
         self.is_read = self._is_complete

@@ -111,7 +111,7 @@ class Engines(NamedTuple):
     session: aiohttp.ClientSession
     """Connections to see whether one lives."""
     runner: RequestRunner
-    """Has the workers, and the options of the Frontend."""
+    """Has the workers, the models, the options and the callers' access."""
 
 
 class EngineCalls:
