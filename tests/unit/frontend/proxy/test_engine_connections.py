@@ -10,7 +10,8 @@ import pytest
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.proxy.engine_connections import EngineConnections
-from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineFailed
+from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineConnection, EngineFailed
+from kvrouter.frontend.proxy.engine_origin import Origin
 from kvrouter.net.budgets import LoopBudget
 from kvrouter.net.calls import NotSent
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
@@ -19,6 +20,7 @@ from multidict import CIMultiDict
 OK = b"HTTP/1.1 200 OK\r\n"
 SIZED = OK + b"Content-Length: 2\r\n\r\nhi"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
+HERE = Origin.of("http://127.0.0.1")
 Write = Callable[[bytes], None]
 
 
@@ -87,6 +89,16 @@ async def test_a_connection_serves_one_request_after_another(answer: bytes) -> N
     async with engine(answer, answer, answer) as (served, connections):
         for _ in range(3):
             assert await body_of(connections, await post(connections, served)) == b"hi"
+        assert served.connections == 1
+
+
+async def test_urls_of_a_server_share_its_connections() -> None:
+    async with engine(SIZED, SIZED, SIZED) as (served, connections):
+        assert await body_of(connections, await post(connections, served)) == b"hi"
+        served.url += "/"
+        assert await body_of(connections, await post(connections, served)) == b"hi"
+        Origin.of.cache_clear()
+        assert await body_of(connections, await post(connections, served)) == b"hi"
         assert served.connections == 1
 
 
@@ -206,6 +218,19 @@ async def test_a_response_nobody_reads_to_its_end_ends_the_connection() -> None:
         assert served.connections == 2
 
 
+async def test_a_response_is_ended_once() -> None:
+    async with engine(SIZED, SIZED) as (served, connections):
+        answer = await post(connections, served)
+        assert await body_of(connections, answer) == b"hi"
+        with pytest.raises(RuntimeError, match="was ended before"):
+            connections.end(answer)
+        running = await post(connections, served)
+        with pytest.raises(RuntimeError, match="was ended before"):
+            connections.end(answer)
+        assert await body_of(connections, running) == b"hi"
+        assert served.connections == 1
+
+
 async def test_a_cancelled_request_ends_the_connection() -> None:
     async with engine(b"") as (served, connections):
         asking = asyncio.create_task(post(connections, served))
@@ -269,7 +294,7 @@ async def until(is_done: Callable[[], bool]) -> None:
 
 
 async def test_parts_pass_in_the_step_in_which_they_arrive_while_the_client_reads() -> None:
-    answer, client = EngineAnswer(200, "OK", CIMultiDict(), [], lambda: None, LoopBudget()), Reader()
+    answer, client = EngineAnswer(200, "OK", CIMultiDict(), [], EngineConnection(HERE), LoopBudget()), Reader()
     taken: list[bytes] = []
     passing = asyncio.create_task(answer.pass_on(taken.append, client))
     arrive(answer, b"1")
@@ -291,7 +316,7 @@ async def test_parts_pass_in_the_step_in_which_they_arrive_while_the_client_read
 
 
 async def test_an_error_of_the_receiver_ends_the_passing() -> None:
-    answer = EngineAnswer(200, "OK", CIMultiDict(), [], lambda: None, LoopBudget())
+    answer = EngineAnswer(200, "OK", CIMultiDict(), [], EngineConnection(HERE), LoopBudget())
     taken: list[bytes] = []
 
     def take(part: bytes) -> None:

@@ -6,15 +6,13 @@ A connection serves one request at a time, and waits some seconds for the next o
 from __future__ import annotations
 
 import asyncio
-import base64
 import ssl
 from collections.abc import Mapping
 from functools import cache, lru_cache
-from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
 
 from kvrouter.engines.openai_server import os_error_words
 from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineConnection, late
+from kvrouter.frontend.proxy.engine_origin import Origin
 from kvrouter.net.calls import NotSent
 from kvrouter.net.http2.connecting import addresses_of, first_connection
 
@@ -24,42 +22,12 @@ _IDLE_SECONDS = 15.0
 _UNSAFE = "expected headers and a path without line breaks"
 
 
-class _Origin(NamedTuple):
-    """The server of a URL."""
-
-    host: str
-    port: int
-    is_encrypted: bool
-    path: str
-    """Path before the paths of its APIs, without a slash at its end."""
-    authority: str
-    """Host and port as its requests name them."""
-    credential: str
-    """Header with the login in the URL; empty if there is none."""
-
-    @classmethod
-    @lru_cache(4096)
-    def of(cls, url: str) -> _Origin:
-        """Raises ValueError if it is no URL of HTTP."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii():
-            raise ValueError("expected a URL with http:// or https://")
-        is_encrypted = parts.scheme == "https"
-        credential = ""
-        if parts.username is not None:
-            login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-            credential = f"Authorization: Basic {base64.b64encode(login.encode()).decode()}\r\n"
-        port = parts.port or (443 if is_encrypted else 80)
-        path, authority = parts.path.rstrip("/"), parts.netloc.rpartition("@")[2]
-        return cls(parts.hostname, port, is_encrypted, path, authority, credential)
-
-
 class EngineConnections:
     """The connections to all engines. ``close`` must follow."""
 
     def __init__(self) -> None:
-        self._idle: dict[_Origin, list[EngineConnection]] = {}
-        self._running: dict[EngineAnswer, tuple[_Origin, EngineConnection]] = {}
+        self._idle: dict[Origin, list[EngineConnection]] = {}
+        """By server."""
         self._check: asyncio.TimerHandle | None = None
 
     async def post(
@@ -82,7 +50,7 @@ class EngineConnections:
             ValueError: a header or the path has a line break.
         """
         try:
-            origin = _Origin.of(url)
+            origin = Origin.of(url)
         except ValueError as error:
             raise NotSent(f"its OpenAI API cannot be reached: {error}") from None
         named = "\r\n".join([*map(": ".join, headers.items()), ""])
@@ -94,19 +62,23 @@ class EngineConnections:
         head = f"{_first_lines(origin, path)}{named}Content-Length: {len(data)}\r\n\r\n"
         connection = self._take(origin) or await self._connect(origin, seconds)
         try:
-            answer = await connection.exchange(head.encode(), data, seconds)
+            return await connection.exchange(head.encode(), data, seconds)
         except BaseException:
             connection.end()
             raise
-        self._running[answer] = origin, connection
-        return answer
 
     def end(self, answer: EngineAnswer) -> None:
-        """Ends a response. Its connection can serve another request if all of the response has arrived."""
-        origin, connection = self._running.pop(answer)
+        """Ends a response. Its connection can serve another request if all of the response has arrived.
+
+        Raises:
+            RuntimeError: it was ended before.
+        """
+        connection = answer.connection
+        if not connection.holds(answer):
+            raise RuntimeError(f"{answer} was ended before: expected one end of each response")
         if not connection.end():
             return
-        self._idle.setdefault(origin, []).append(connection)
+        self._idle.setdefault(connection.server, []).append(connection)
         if self._check is None:
             self._check = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self._close_old)
 
@@ -119,7 +91,7 @@ class EngineConnections:
                 connection.close()
         self._idle.clear()
 
-    def _take(self, origin: _Origin) -> EngineConnection | None:
+    def _take(self, origin: Origin) -> EngineConnection | None:
         idle = self._idle.get(origin)
         while idle:
             connection = idle.pop()
@@ -129,21 +101,21 @@ class EngineConnections:
 
     def _close_old(self) -> None:
         loop = asyncio.get_running_loop()
-        for origin, idle in list(self._idle.items()):
+        for server, idle in list(self._idle.items()):
             kept = [each for each in idle if each.is_open and loop.time() - each.idle_since < _IDLE_SECONDS]
             for connection in set(idle).difference(kept):
                 connection.close()
-            self._idle[origin] = kept
+            self._idle[server] = kept
             if not kept:
-                del self._idle[origin]
+                del self._idle[server]
         self._check = loop.call_later(_IDLE_SECONDS, self._close_old) if self._idle else None
 
-    async def _connect(self, origin: _Origin, seconds: float | None) -> EngineConnection:
+    async def _connect(self, origin: Origin, seconds: float | None) -> EngineConnection:
         loop = asyncio.get_running_loop()
 
         async def connect(address: str) -> EngineConnection:
             _, protocol = await loop.create_connection(
-                EngineConnection,
+                lambda: EngineConnection(origin),
                 address,
                 origin.port,
                 ssl=_tls() if origin.is_encrypted else None,
@@ -170,7 +142,7 @@ class EngineConnections:
 
 
 @lru_cache(256)
-def _first_lines(origin: _Origin, path: str) -> str:
+def _first_lines(origin: Origin, path: str) -> str:
     """Returns the first lines of a request. Raises ValueError if another one may begin in its path."""
     if not (path.isascii() and path.isprintable()) or " " in path:
         raise ValueError(_UNSAFE)

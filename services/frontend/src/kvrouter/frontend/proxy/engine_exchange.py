@@ -13,6 +13,7 @@ from typing import cast
 import httptools
 from kvrouter.engines.openai_server import os_error_words
 from kvrouter.frontend.edge.event_stream import EventStream
+from kvrouter.frontend.proxy.engine_origin import Origin
 from kvrouter.net.budgets import LoopBudget, loop_budget
 from kvrouter.v1.errors import DeadlineExceeded, DependencyAway
 from msgspec import Struct
@@ -41,8 +42,8 @@ class EngineAnswer(Struct, eq=False):
     headers: CIMultiDict[str]
     unread: list[bytes]
     """Parts of the body that were not taken yet. The connection appends to them."""
-    _read_on: Callable[[], None]
-    """Called when a body of which too much was unread has been taken."""
+    connection: EngineConnection
+    """The connection on which it arrives."""
     _budget: LoopBudget
     """The work that the event loop does at a time."""
     is_read: bool = False
@@ -81,7 +82,7 @@ class EngineAnswer(Struct, eq=False):
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         if self._unread_bytes > _MAX_UNREAD_BYTES:
-            self._read_on()
+            self.connection.read_on()
         cost_us = _PART_US + self._unread_bytes // _BYTES_PER_US
         part = self._taken()
         if not self._budget.take(cost_us):
@@ -154,7 +155,9 @@ def _media_type(content_type: str) -> str:
 class EngineConnection(asyncio.Protocol):
     """A connection with one request at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: Origin) -> None:
+        """Creates it, to a server."""
+        self.server = server
         self.idle_since = 0.0
         """When it became idle, seconds of the loop's clock."""
         self._loop = asyncio.get_running_loop()
@@ -210,6 +213,10 @@ class EngineConnection(asyncio.Protocol):
                 self._check_time()
         return answered
 
+    def holds(self, answer: EngineAnswer) -> bool:
+        """Returns whether a response is that of its exchange, which was not ended."""
+        return self._answer is answer
+
     def end(self) -> bool:
         """Ends the exchange. Returns whether the connection can serve another request; otherwise it is closed."""
         self._answered = self._answer = None
@@ -217,7 +224,7 @@ class EngineConnection(asyncio.Protocol):
         self._late_at = None
         if self._is_complete and self._keeps_connection and self._transport is not None:
             if self._is_paused:
-                self._read_on()
+                self.read_on()
             self.idle_since = self._loop.time()
             return True
         self.close()
@@ -228,7 +235,8 @@ class EngineConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _read_on(self) -> None:
+    def read_on(self) -> None:
+        """Reads on after a body of which too much was unread has been taken."""
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
@@ -292,7 +300,7 @@ class EngineConnection(asyncio.Protocol):
         is_sized = "Content-Length" in headers or "Transfer-Encoding" in headers or status in _NO_BODY
         self._ends_with_connection = not is_sized
         reason = self._reason.decode("utf-8", "replace")
-        self._answer = EngineAnswer(status, reason, headers, self._body, self._read_on, self._budget)
+        self._answer = EngineAnswer(status, reason, headers, self._body, self, self._budget)
         self._reason = b""
         self._answered.set_result(self._answer)
 
