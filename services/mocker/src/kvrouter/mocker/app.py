@@ -125,7 +125,7 @@ def worker_id_of(settings: MockerSettings) -> int:
 def make_drivers(
     settings: MockerSettings,
     worker_id: int,
-    registry: CollectorRegistry,
+    registry: CollectorRegistry | None,
     publishing: Callable[[int], Publish],
     emit: Emit,
 ) -> dict[int, EngineDriver]:
@@ -134,12 +134,12 @@ def make_drivers(
     Args:
         settings: The mocker's settings.
         worker_id: Id of the worker.
-        registry: Registry for the metrics.
+        registry: Registry for the metrics; None for none.
         publishing: Returns the receiver of a rank's cache events.
         emit: Receives the outputs of each step.
     """
     clock = EngineClock(settings.clock_factor)
-    lateness = lateness_histogram(registry)
+    observe_lateness = (lambda _: None) if registry is None else lateness_histogram(registry).observe
     engines = make_engines(engine_config(settings, worker_id, dp_rank) for dp_rank in range(settings.dp_size))
     drivers = {
         dp_rank: EngineDriver(
@@ -148,12 +148,13 @@ def make_drivers(
             publishing(dp_rank),
             emit,
             stream_interval=settings.stream_interval,
-            observe_lateness=lateness.observe,
+            observe_lateness=observe_lateness,
             poison=None if settings.poison_token is None else Poison(settings.poison_token, settings.poison_effect),
         )
         for dp_rank, engine in enumerate(engines)
     }
-    registry.register(Loads(drivers))
+    if registry is not None:
+        registry.register(Loads(drivers))
     return drivers
 
 
@@ -176,9 +177,11 @@ def make_handover(settings: MockerSettings, registry: CollectorRegistry) -> Hand
 
 @asynccontextmanager
 async def running(
-    settings: MockerSettings, registry: CollectorRegistry, system: System | None = None
+    settings: MockerSettings, registry: CollectorRegistry | None, system: System | None = None
 ) -> AsyncIterator[sdk.Worker]:
     """Runs a simulated worker, registered and serving, while the context lasts; by default in a system of its own.
+
+    Without a registry it has no metrics.
 
     Raises:
         ValueError: no engine could run with these settings.
@@ -188,7 +191,7 @@ async def running(
     publishers: dict[int, sdk.RankPublisher] = {}
     worker: sdk.Worker
     config = worker_config(settings, worker_id)
-    handover = make_handover(settings, registry)
+    handover = make_handover(settings, CollectorRegistry() if registry is None else registry)
     emit = lambda outputs: worker.emit(outputs)  # noqa: E731 - the worker follows
     logprobs = Logprobs()
     finish = [logprobs.add_to] if handover is None else [logprobs.add_to, handover.finish]
@@ -211,8 +214,9 @@ async def running(
             # The SDK stops first and lets requests finish, for which the engines must continue to step.
             engine = MockEngine(drivers, handover, emit, logprobs, answers)
             async with sdk.running(config, engine, system) as worker:
-                CallerMetrics(registry, lambda: [worker.server.callers])
-                expose_servers(registry, lambda: [worker.server.grpc])
+                if registry is not None:
+                    CallerMetrics(registry, lambda: [worker.server.callers])
+                    expose_servers(registry, lambda: [worker.server.grpc])
                 for dp_rank, driver in drivers.items():
                     publishers[dp_rank] = worker.rank(dp_rank)
                     stepping.append(group.create_task(driver.run(), name=f"rank-{dp_rank}"))

@@ -15,7 +15,6 @@ from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.publishing.transport import Link, NatsLink
 from kvrouter.publisher.registration import EtcdAndNats, Keys
 from kvrouter.v1.common_pb2 import Transport
-from prometheus_client import CollectorRegistry
 
 
 @asynccontextmanager
@@ -33,7 +32,7 @@ async def running_fleet(settings: MockerSettings) -> AsyncIterator[None]:
     async def run(number: int) -> None:
         worker_id = None if settings.worker_id is None else settings.worker_id + number
         own = settings.model_copy(update={"worker_id": worker_id})
-        async with running(own, CollectorRegistry(), system) as worker:
+        async with running(own, None, system) as worker:  # Nobody can read metrics of one of them.
             await worker.registered()
             await serving.wait()
             await stopping.wait()
