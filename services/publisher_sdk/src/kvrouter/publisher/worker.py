@@ -193,14 +193,17 @@ class Worker:
 
     async def report_load(self) -> None:
         """Publishes the loads that have changed, and others every few seconds; they are lost while NATS is away."""
-        now = time.monotonic()
-        for report in self.load_reports():
-            if not self._published_loads.is_news(report, now):
+        now, sequence, measured_unix_ns = time.monotonic(), next(self._report_numbers), time.time_ns()
+        for dp_rank, load in _loads(self._engine, self.config):
+            taken = _taken(load)
+            # Before it is completed, which costs more than the rest: most loads are no news.
+            if not self._published_loads.is_news(dp_rank, taken, now):
                 continue
-            subject = self.config.component.load_subject(self.config.worker_id, report.rank.dp_rank)
+            subject = self.config.component.load_subject(self.config.worker_id, dp_rank)
+            report = _completed(dp_rank, taken, self.config, self.incarnation, sequence, measured_unix_ns)
             with contextlib.suppress(TransportAway):
                 await self._link.publish(subject, report.SerializeToString())
-                self._published_loads.published(report, now)
+                self._published_loads.published(dp_rank, taken, now)
                 self._load_reports_sent += 1
 
     def stats(self) -> PublisherStats:
@@ -312,8 +315,15 @@ def load_reports(
         InvalidLoad: the engine did not return a mapping from rank to LoadReport, or reported a cache of 0 blocks.
         UnknownRank: the configuration has no such rank.
     """
-    now = time.time_ns()
-    reports = []
+    measured_unix_ns = time.time_ns()
+    return [
+        _completed(dp_rank, load, config, incarnation, sequence, measured_unix_ns)
+        for dp_rank, load in _loads(engine, config)
+    ]
+
+
+def _loads(engine: StepEngine | Engine, config: WorkerConfig) -> list[tuple[int, LoadReport]]:
+    """Returns every rank's load as the engine has it, in order of the ranks."""
     loads: object = engine.load()
     if not isinstance(loads, Mapping):
         raise InvalidLoad(f"expected load() to return a mapping from rank to LoadReport, received {loads!r:.100}")
@@ -322,18 +332,32 @@ def load_reports(
             raise UnknownRank(dp_rank, config.ranks)
         if not isinstance(load, LoadReport):
             raise InvalidLoad(f"expected a LoadReport for rank {dp_rank}, received {load!r:.100}")
-        report = LoadReport()
-        report.CopyFrom(load)
-        report.rank.CopyFrom(Rank(worker_id=config.worker_id, dp_rank=dp_rank))
-        report.incarnation = incarnation
-        report.measured_unix_ns = now
-        report.sequence = sequence
-        if "total_blocks" not in report:
-            report.MergeFrom(LoadReport(total_blocks=config.ranks[dp_rank]))
-        elif not report.total_blocks:
+        if not load.total_blocks and "total_blocks" in load:
             raise InvalidLoad(f"expected total_blocks of 1 or more, or unset, for rank {dp_rank}, received 0")
-        reports.append(report)
-    return sorted(reports, key=lambda report: report.rank.dp_rank)
+    return sorted(loads.items(), key=lambda each: each[0])
+
+
+def _taken(load: LoadReport) -> LoadReport:
+    """Returns a copy of a load, which an engine may change meanwhile, without what ``_completed`` sets anyway."""
+    taken = LoadReport()
+    taken.CopyFrom(load)
+    for name in ("rank", "incarnation", "measured_unix_ns", "sequence"):
+        taken.ClearField(name)
+    return taken
+
+
+def _completed(
+    dp_rank: int, load: LoadReport, config: WorkerConfig, incarnation: int, sequence: int, measured_unix_ns: int
+) -> LoadReport:
+    report = LoadReport()
+    report.CopyFrom(load)
+    report.rank.CopyFrom(Rank(worker_id=config.worker_id, dp_rank=dp_rank))
+    report.incarnation = incarnation
+    report.measured_unix_ns = measured_unix_ns
+    report.sequence = sequence
+    if "total_blocks" not in report:
+        report.MergeFrom(LoadReport(total_blocks=config.ranks[dp_rank]))
+    return report
 
 
 def _spans(config: WorkerConfig) -> RequestSpans | None:

@@ -18,18 +18,14 @@ class PublishedLoads:
         self._rng = rng or random.Random()
         self._published: dict[int, tuple[LoadReport, float]] = {}
 
-    def is_news(self, report: LoadReport, now: float) -> bool:
-        """Returns whether a report says anything new, or Schedulers would soon forget the last one.
+    def is_news(self, dp_rank: int, load: LoadReport, now: float) -> bool:
+        """Returns whether a rank's load is new, or Schedulers would soon forget the last one.
 
         ``now``: seconds of a monotonic clock.
         """
-        last, due = self._published.get(report.rank.dp_rank, (report, now))
-        if now >= due:
-            return True
-        last.measured_unix_ns, last.sequence = report.measured_unix_ns, report.sequence
-        return last != report
+        last, due = self._published.get(dp_rank, (load, now))
+        return now >= due or last != load
 
-    def published(self, report: LoadReport, now: float) -> None:
-        """Records a published report. ``now``: seconds of the same clock."""
-        due = now + SAME_LOAD_SECONDS * self._rng.uniform(_JITTER, 1.0)
-        self._published[report.rank.dp_rank] = report, due
+    def published(self, dp_rank: int, load: LoadReport, now: float) -> None:
+        """Records a published load, which may not change afterwards. ``now``: seconds of the same clock."""
+        self._published[dp_rank] = load, now + SAME_LOAD_SECONDS * self._rng.uniform(_JITTER, 1.0)
