@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import re
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
-from urllib.parse import urlsplit
 
+_ADDRESS = re.compile(r"(?:\[(.+)\]|([^\[\]:]+)):([0-9]{1,5})")
+_MAX_PORT = 65_535
 _DELAY_SECONDS = 0.25
 """Time after which the next address is tried as well, as RFC 8305 recommends."""
 
@@ -27,10 +28,21 @@ def host_and_port(target: str) -> tuple[str, int]:
     Raises:
         ValueError: the target has another form.
     """
-    address = urlsplit(f"//{target}")
-    if address.hostname is None or address.port is None:
+    address = _ADDRESS.fullmatch(target)
+    if address is None or (port := int(address[3])) > _MAX_PORT:
         raise ValueError(f"expected an address of the form host:port, received {target}")
-    return address.hostname, address.port
+    return address[1] or address[2], port
+
+
+def family_of(host: str) -> socket.AddressFamily | None:
+    """Returns the family of an IP address; None for a name."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host)
+        except (OSError, ValueError):
+            continue
+        return family
+    return None
 
 
 async def addresses_of(host: str, port: int) -> list[str]:
@@ -39,7 +51,7 @@ async def addresses_of(host: str, port: int) -> list[str]:
     Raises:
         OSError: the name cannot be resolved.
     """
-    if _is_address(host):
+    if family_of(host) is not None:
         return [host]
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     families: dict[int, list[str]] = {}
@@ -97,11 +109,3 @@ async def first_connection(
     if winner is None:
         raise ExceptionGroup("no address could be connected", errors)
     return winner
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

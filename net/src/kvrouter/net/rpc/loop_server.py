@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from kvrouter.net.http2 import ConnectionLost
+from kvrouter.net.http2.connecting import family_of
 from kvrouter.net.http2.received_call import Received, ReceivedCall
 from kvrouter.net.http2.server_connection import ServerConnection
 from kvrouter.net.logs import get_logger
@@ -128,6 +129,8 @@ class LoopServer:
         """Returns the addresses of a host, each with its family."""
         if host in _ANY_HOST:
             return [(socket.AF_INET6, _BOTH_FAMILIES) if socket.has_dualstack_ipv6() else (socket.AF_INET, "")]
+        if (family := family_of(host)) is not None:
+            return [(family, host)]  # Without a thread, which resolves names.
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in found))
 
