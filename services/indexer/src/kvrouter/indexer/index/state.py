@@ -112,9 +112,14 @@ class RankRepair:
         return await self._shared.change(load)
 
     async def begin_repair(self, rank: Rank) -> RepairStart:
-        """Starts to keep the rank's events in its pending buffer, until the repair ends."""
+        """Starts to keep the rank's events in its pending buffer, until the repair ends.
+
+        A registered rank that the index does not have yet starts empty, so its worker is asked for its events.
+        """
 
         def begin(index: PrefixIndex) -> RepairStart:
+            if index.cursor(rank) is None and (incarnation := self._events.incarnations.current(rank)) is not None:
+                self._begin_incarnation(index, rank, incarnation)
             self._events.pending.open(rank, retained=False).mark_requested()
             is_partial = self._known.is_partial(rank) or index.is_evicted(rank)
             return RepairStart(index.cursor(rank), is_partial, self._events.incarnations.claims(rank))
@@ -221,12 +226,7 @@ class RankRepair:
                 # A resync may have found another incarnation in the meantime.
                 is_current = self._events.incarnations.current(rank) in (None, new.incarnation)
                 if is_current and (cursor is None or cursor[0] < new.incarnation):
-                    dropped = index.reset_rank(rank, new.incarnation, 0, partial=False)
-                    self._known.set_partial(rank, False)
-                    self._known.mark_unverified(rank)
-                    self._log.info(
-                        "rank.incarnation_started", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped
-                    )
+                    self._begin_incarnation(index, rank, new.incarnation)
 
         if incarnations:
             await self._shared.change(begin)
@@ -244,6 +244,12 @@ class RankRepair:
 
         if ranks:
             await self._shared.change(drop)
+
+    def _begin_incarnation(self, index: PrefixIndex, rank: Rank, incarnation: int) -> None:
+        dropped = index.reset_rank(rank, incarnation, 0, partial=False)
+        self._known.set_partial(rank, False)
+        self._known.mark_unverified(rank)
+        self._log.info("rank.incarnation_started", worker_id=rank[0], dp_rank=rank[1], dropped_blocks=dropped)
 
     def _load(self, index: PrefixIndex, dump: RankDump) -> int:
         before = {info[:2] for info in index.ranks() if info.evicted} - {dump.rank}
