@@ -17,7 +17,7 @@ _LEAST_SHARE = 0.25
 """Least part of an interval to wait."""
 _LEAST_SECONDS = 5 * TICK_SECONDS
 """Shortest interval between messages to align."""
-_REST = 4
+REST_PER_WORK = 20
 """Pause after work, as a multiple of its processor time."""
 _LONGEST_REST_SECONDS = 1.0
 _WALL_CLOCK_MS = round(1000 * (time.time() - time.monotonic()))
@@ -59,4 +59,4 @@ def seconds_to_rest(began: float) -> float:
 
     ``began``: ``time.thread_time()`` when the work began. While the task awaits, the work of other tasks counts too.
     """
-    return min(_LONGEST_REST_SECONDS, _REST * (time.thread_time() - began))
+    return min(_LONGEST_REST_SECONDS, REST_PER_WORK * (time.thread_time() - began))

@@ -177,7 +177,7 @@ async def test_a_process_that_was_frozen_follows_changes_at_once(monkeypatch: py
 
 
 async def test_only_changed_registrations_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.runtime.discovery.directory._REST", 0.0)
+    monkeypatch.setattr("kvrouter.runtime.discovery.directory.REST_PER_WORK", 0.0)
     changes: asyncio.Queue[Change] = asyncio.Queue()
 
     async def source() -> AsyncGenerator[Change]:

@@ -14,6 +14,7 @@ import structlog
 from kvrouter.net.decoding import Quarantine, Undecodable
 from kvrouter.net.etcd import Change, Delete, EtcdAccess, LeasedKeys, Put, Snapshot, watch_prefix
 from kvrouter.net.local import LocalKeys
+from kvrouter.net.ticks import REST_PER_WORK
 from kvrouter.net.tls import Tls
 from kvrouter.runtime.discovery.registry_views import (
     KINDS,
@@ -34,8 +35,6 @@ __all__ = ["ComponentView", "Directory", "ServiceRegistrar", "build_views", "dif
 log = structlog.get_logger(component="discovery")
 
 _CONFLICT_ADVICE = "find out who wrote it; kvrouter component forget deletes it"
-_REST = 20.0
-"""Pause between two rebuilds, in multiples of the processor time the last one took."""
 
 
 class Directory:
@@ -233,7 +232,7 @@ class Directory:
         self._rebuilding = None
         self._read_entries()
         # When thousands of entries change at once, rebuilds and their readers must leave time for other tasks.
-        self._rest_seconds = _REST * (time.thread_time() - began)
+        self._rest_seconds = REST_PER_WORK * (time.thread_time() - began)
 
     def _read_entries(self) -> None:
         self.components, ignored = build_views(self._entries, self._namespace, self.components)
