@@ -67,6 +67,7 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
     Raises:
         InvalidConfig: a setting is out of range.
     """
+    engine = engine_config(settings, worker_id, 0)
     return WorkerConfig(
         component=ComponentName(settings.namespace, settings.component),
         model=settings.model,
@@ -86,11 +87,11 @@ def worker_config(settings: MockerSettings, worker_id: int) -> WorkerConfig:
         structured_output=_has_tokenizer(settings),
         publishes_events=settings.events,
         reads_shared_storage=settings.shared_blocks > 0,
-        storage_tiers=tuple(storage_tiers(engine_config(settings, worker_id, 0))),
+        storage_tiers=tuple(storage_tiers(engine)),
         max_batched_tokens=settings.max_batched_tokens,
         max_sequences=settings.max_sequences,
         vocabulary_size=max(_VOCABULARY, settings.vocabulary_size) if settings.tokenizer else None,
-        max_model_len=engine_config(settings, worker_id, 0).length_limit,
+        max_model_len=engine.length_limit,
         heartbeat_seconds=settings.heartbeat_seconds,
         load_report_seconds=settings.load_report_seconds,
         lease_ttl_seconds=settings.lease_seconds,

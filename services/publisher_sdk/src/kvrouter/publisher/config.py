@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvrouter.net.etcd import EtcdAccess, InvalidEndpoint
 from kvrouter.net.etcd.registry_entries import name_fault
@@ -37,6 +37,23 @@ _INTEGERS = {
 _UNLESS_UNKNOWN = dict.fromkeys(("max_batched_tokens", "max_sequences", "vocabulary_size"), (1, (1 << 32) - 1))
 _SECONDS = dict.fromkeys(("load_report_seconds", "drain_seconds", "flush_seconds"), (0, 86_400))
 """Lowest and highest value of each option."""
+_TYPES: tuple[tuple[str, Any, str], ...] = (
+    ("component", ComponentName, 'ComponentName("kvrouter", "llama") or ComponentName.parse("kvrouter/llama")'),
+    ("model", str, '"llama-3-8b"'),
+    ("ranks", Mapping, "{0: 16384}, rank → KV blocks"),
+    ("labels", Mapping, '{"zone": "a"}'),
+    ("lora_names", tuple, '("adapter",)'),
+    ("storage_tiers", tuple, "(StorageTier(tier=Tier.TIER_HOST, load_gb_per_second=20),)"),
+    ("engine", str, '"vllm"'),
+    *((name, str, '"127.0.0.1:9000"') for name in ("bind", "advertise", "engine_incarnation")),
+    ("etcd", str | EtcdAccess, '"127.0.0.1:2379"'),
+    ("nats", str | NatsAccess, '"nats://127.0.0.1:4222"'),
+    *((name, str, '"http://10.0.0.7:8000"') for name in ("openai_endpoint", "bootstrap_endpoint", "tokenizer")),
+    *((name, int, "an integer") for name in _INTEGERS),
+    *((name, int | None, "an integer, or None if unknown") for name in _UNLESS_UNKNOWN),
+    *((name, int | float, "a number of seconds") for name in (*_SECONDS, "heartbeat_seconds", "state_seconds")),
+)
+"""The type of each setting, with an example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,22 +247,7 @@ class WorkerConfig:
             raise InvalidConfig(f"bind: {self.bind!r} is a wildcard: set advertise to an address that others can reach")
 
     def _check_types(self) -> None:
-        for name, kind, example in (
-            ("component", ComponentName, 'ComponentName("kvrouter", "llama") or ComponentName.parse("kvrouter/llama")'),
-            ("model", str, '"llama-3-8b"'),
-            ("ranks", Mapping, "{0: 16384}, rank → KV blocks"),
-            ("labels", Mapping, '{"zone": "a"}'),
-            ("lora_names", tuple, '("adapter",)'),
-            ("storage_tiers", tuple, "(StorageTier(tier=Tier.TIER_HOST, load_gb_per_second=20),)"),
-            ("engine", str, '"vllm"'),
-            *((name, str, '"127.0.0.1:9000"') for name in ("bind", "advertise", "engine_incarnation")),
-            ("etcd", str | EtcdAccess, '"127.0.0.1:2379"'),
-            ("nats", str | NatsAccess, '"nats://127.0.0.1:4222"'),
-            *((name, str, '"http://10.0.0.7:8000"') for name in ("openai_endpoint", "bootstrap_endpoint", "tokenizer")),
-            *((name, int, "an integer") for name in _INTEGERS),
-            *((name, int | None, "an integer, or None if unknown") for name in _UNLESS_UNKNOWN),
-            *((name, int | float, "a number of seconds") for name in (*_SECONDS, "heartbeat_seconds", "state_seconds")),
-        ):
+        for name, kind, example in _TYPES:
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise InvalidConfig(f"{name}: expected {example}, received {value!r:.100}")
