@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import Mock
 
 import pytest
+from kvrouter.devtools.system.ports import free_port
+from kvrouter.mocker import fleet
 from kvrouter.mocker.fleet import running_fleet
 from kvrouter.mocker.settings import MockerSettings
 from kvrouter.net.etcd import connect
@@ -15,6 +18,8 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import GetLoadRequest
 from pydantic import ValidationError
+
+from ...waiting import until
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]
 
@@ -47,6 +52,28 @@ async def test_each_worker_is_registered_and_serves_its_ranks(
     async with asyncio.timeout(10):
         while await registrations(etcd_endpoint, component):
             await asyncio.sleep(0.01)
+
+
+async def test_garbage_is_collected_again_though_etcd_is_away(
+    monkeypatch: pytest.MonkeyPatch, nats_url: str, component: ComponentName
+) -> None:
+    collector = Mock()
+    monkeypatch.setattr(fleet, "gc", collector)
+    monkeypatch.setattr(fleet, "_START_SECONDS", 0.0)
+    settings = MockerSettings(
+        namespace=component.namespace,
+        component=component.name,
+        etcd=f"127.0.0.1:{free_port()}",
+        nats=nats_url,
+        workers_per_process=2,
+    )
+    starting = asyncio.create_task(running_fleet(settings).__aenter__())
+    await until(lambda: collector.enable.called)
+    assert not starting.done()
+    collector.disable.assert_called_once()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
 
 
 @pytest.mark.parametrize("other", [{"bind": "127.0.0.1:9000"}, {"registration": False}, {"openai": True}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,9 @@ from kvrouter.publisher.config import WorkerConfig
 from kvrouter.publisher.publishing.transport import Link, NatsLink
 from kvrouter.publisher.registration import EtcdAndNats, Keys
 from kvrouter.v1.common_pb2 import Transport
+
+_START_SECONDS = 60.0
+"""Longest time without collection of garbage: a start waits for an etcd that is away, and retries make garbage."""
 
 
 @asynccontextmanager
@@ -38,9 +42,17 @@ async def running_fleet(settings: MockerSettings) -> AsyncIterator[None]:
             await stopping.wait()
 
     async with system.open(), asyncio.TaskGroup() as workers:
-        for number in range(settings.workers_per_process):
-            workers.create_task(run(number), name=f"worker {number}")
-        await serving.wait()
+        gc.disable()  # It would look at all of them again and again, and none is garbage.
+        collecting = asyncio.get_running_loop().call_later(_START_SECONDS, gc.enable)
+        try:
+            for number in range(settings.workers_per_process):
+                workers.create_task(run(number), name=f"worker {number}")
+            await serving.wait()
+        finally:
+            collecting.cancel()
+            gc.collect()  # What is frozen is never collected.
+            gc.freeze()
+            gc.enable()
         try:
             yield
         finally:
