@@ -10,7 +10,7 @@ import pytest
 import structlog
 from aetcd import Client
 from kvrouter.devtools.system.servers import EtcdServer
-from kvrouter.net.etcd import Delete, EtcdAway, LeasedKeys, Put, Snapshot, connect, watch, watch_prefix
+from kvrouter.net.etcd import Delete, EtcdAway, KeyTaken, LeasedKeys, Put, Snapshot, connect, watch, watch_prefix
 from structlog.testing import capture_logs
 
 from ..publisher.worker_harness import eventually
@@ -70,6 +70,39 @@ async def test_keys_that_take_longer_to_write_than_a_lease_lives_stay(namespace:
     async with held(keys), connect(etcd_endpoint) as client:
         assert len(list(await client.get_prefix(f"/{namespace}/".encode()))) == 20
         assert keys.registrations == 1
+
+
+async def test_all_writes_of_a_batch_end_before_one_fails(namespace: str, etcd_endpoint: str) -> None:
+    running = 0
+
+    class Uneven(LeasedKeys):
+        async def _put_own(self, client: Client, key: str, value: bytes) -> None:
+            nonlocal running
+            if value == b"fails":
+                raise EtcdAway("test")
+            running += 1
+            await super()._put_own(client, key, value)
+            running -= 1
+
+    keys = Uneven(etcd_endpoint, ttl_seconds=6)
+    for number, value in enumerate((b"1", b"fails", b"3")):
+        keys.put(f"/{namespace}/{number}", value)
+    async with connect(etcd_endpoint) as client:
+        await keys._renew(client)
+        with pytest.raises(EtcdAway):
+            await keys._write(client)
+        assert running == 0
+        assert [pair.value for pair in await client.get_prefix(f"/{namespace}/".encode())] == [b"1", b"3"]
+
+
+async def test_one_taken_key_of_several_is_an_error(namespace: str, etcd_endpoint: str) -> None:
+    former, later = (LeasedKeys(etcd_endpoint, ttl_seconds=6, incarnation_of=int) for _ in range(2))
+    later.put(f"/{namespace}/2", b"2")
+    for number in range(4):
+        former.put(f"/{namespace}/{number}", b"1")
+    async with held(later):
+        with pytest.raises(KeyTaken, match=f"/{namespace}/2"):
+            await former.run()
 
 
 async def test_each_registration_is_announced(namespace: str, etcd_endpoint: str) -> None:
