@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +37,10 @@ from systems import Servers, running_servers
 from usage import cpu_ns, resident_bytes
 
 SERVICES = ("indexer", "scheduler", "frontend")
+WORKER_MODULES = tuple(
+    f"kvrouter.mocker.{name}" for name in ("fleet", "settings", "standalone", "sglang.app", "vllm.app")
+)
+"""What simulated workers import."""
 BLOCK_SIZE = 16
 PROMPT = 1024
 SHARED = 768
@@ -262,6 +267,9 @@ def main() -> None:
     options = parser.parse_args()
     costs: dict[int, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as directory:
+        # With compiled modules, as an installed package has them; the first import writes them.
+        os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": f"{directory}/compiled"}
+        subprocess.run((sys.executable, "-c", f"import {', '.join(WORKER_MODULES)}"), check=True)
         for workers in options.workers:
             costs[workers] = asyncio.run(measure(workers, options, Path(directory) / str(workers)))
     if options.requests and len(costs) > 1:
