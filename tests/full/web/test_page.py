@@ -121,7 +121,7 @@ class MadeUp:
         system = replace(self._system, at=datetime.now(UTC))
         rates.take(system, 0.0)
         prefixes = [(PopularPrefix(number, HOSTILE, b"", 4096 >> number, 900.0), 7) for number in range(5)]
-        return overview(system, rates, history=self._history.points, prefixes=prefixes, traffic=TRAFFIC,
+        return overview(system, rates, rates, history=self._history.points, prefixes=prefixes, traffic=TRAFFIC,
                         found=problems(system, rates), roles={}, frontend_ids={})  # fmt: skip
 
     async def decision(self, scheduler: str, decision_id: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import (
     CandidateTerms,
     ComponentStatus,
+    ComponentSums,
     Decision,
     GetStatusResponse,
     HitCounts,
@@ -41,6 +42,17 @@ def rank(worker_id: int = 1, *, prompt: int = 0, cached: int = 0, **fields: obje
     return RankStatus(rank=Rank(worker_id=worker_id), registered=True, cache_hits=hits, total_blocks=100, **fields)
 
 
+def sums(*, prompt: int = 0, cached: int = 0, predicted: int = 0, reachable: int = 0, **fields: int) -> GetStatusResponse:
+    hits = HitCounts(
+        requests=prompt // 100,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        predicted_prompt_tokens=predicted,
+        reachable_cached_tokens=reachable,
+    )
+    return status(sums=ComponentSums(total_blocks=100, cache_hits=hits, **fields))
+
+
 def system(response: GetStatusResponse | None = None, **views: object) -> System:
     views = {"indexers": [IndexerView("i:1", GetStatsResponse(replica_id="i"))], **views}
     return System(AT, [SchedulerView("s:1", response or status(rank()))], **views)  # type: ignore[arg-type]
@@ -56,10 +68,8 @@ def test_a_healthy_system_has_no_problems() -> None:
 
 def test_history_has_what_happened_between_samples() -> None:
     history = History()
-    history.take(system(status(rank(prompt=1000, cached=100))), 0.0)
-    later = status(rank(prompt=1500, cached=400, active_blocks=25, active_requests=3))
-    later.components[0].ranks[0].cache_hits.predicted_prompt_tokens = 400
-    later.components[0].ranks[0].cache_hits.reachable_cached_tokens = 350
+    history.take(system(sums(prompt=1000, cached=100)), 0.0)
+    later = sums(prompt=1500, cached=400, predicted=400, reachable=350, active_blocks=25, active_requests=3)
     history.take(system(later), 10.0)
     (point,) = history.points
     assert (point.predicted_prompt_tokens, point.reachable_tokens) == (400, 350)
@@ -69,37 +79,67 @@ def test_history_has_what_happened_between_samples() -> None:
 
 def test_history_survives_a_restarted_scheduler_and_an_absent_one() -> None:
     history = History()
-    history.take(system(status(rank(prompt=1000, cached=100))), 0.0)
+    history.take(system(sums(prompt=1000, cached=100)), 0.0)
     history.take(System(AT, [SchedulerView("s:1", failure="gone")]), 10.0)
     assert not history.at_rest, "nobody answers"
-    history.take(system(status(rank(prompt=1200, cached=200))), 20.0)
-    restarted = status(rank(prompt=100, cached=50))
+    history.take(system(sums(prompt=1200, cached=200)), 20.0)
+    restarted = sums(prompt=100, cached=50)
     restarted.started_unix_ns = 2
     history.take(system(restarted), 30.0)
     assert [(point.prompt_tokens, point.seconds) for point in history.points] == [(0, 10), (200, 20), (100, 10)]
 
 
+def test_history_counts_a_request_that_replicas_have_booked_too_once() -> None:
+    history = History()
+    deciding, replica = sums(active_requests=3, active_blocks=25), sums(active_requests=2, active_blocks=20)
+    replica.scheduler_id = "r"
+    seen = System(AT, [SchedulerView("r:1", replica), SchedulerView("s:1", deciding)])
+    history.take(seen, 0.0)
+    history.take(seen, 10.0)
+    assert (history.points[0].active_requests, history.points[0].active_share) == (3, 0.25)
+
+
+def test_history_sums_the_ranks_that_an_earlier_scheduler_lists() -> None:
+    history = History()
+    earlier, later = status(rank(prompt=1000, cached=100)), status(rank(prompt=1500, cached=400, active_requests=3))
+    idle = sums()
+    idle.scheduler_id = "r"
+    for response, now in ((earlier, 0.0), (later, 10.0)):
+        history.take(System(AT, [SchedulerView("r:1", idle), SchedulerView("s:1", response)]), now)
+    (point,) = history.points
+    assert (point.prompt_tokens, point.cached_tokens, point.active_requests) == (500, 300, 3)
+    assert point.active_share == 0
+
+
+def test_the_rate_of_a_component_is_that_of_its_sums() -> None:
+    window = HitWindow(60)
+    window.take(system(sums(prompt=1000, cached=100)), 0.0)
+    window.take(system(sums(prompt=2000, cached=600)), 10.0)
+    assert window.rate(NAME).found == 0.5
+    assert window.rates(NAME) == {}
+
+
 def test_history_is_of_an_hour_and_knows_the_length_of_intervals() -> None:
     history = History()
     for number in range(500):
-        history.take(replace(system(), at=AT + timedelta(seconds=10 * number)), 10.0 * number)
+        history.take(replace(system(sums()), at=AT + timedelta(seconds=10 * number)), 10.0 * number)
     assert len(history.points) == 360
     assert {point.seconds for point in history.points} == {10.0}
     for number in range(500, 900):
-        history.take(replace(system(), at=AT - timedelta(days=1)), 10.0 * number)
+        history.take(replace(system(sums()), at=AT - timedelta(days=1)), 10.0 * number)
     assert len(history.points) == 360, "the clock was set back"
     assert {point.seconds for point in history.points} == {10.0}
 
 
 def test_history_is_at_rest_while_nothing_runs_or_ends() -> None:
     history = History()
-    history.take(system(), 0.0)
+    history.take(system(sums()), 0.0)
     assert not history.at_rest, "nothing is known of the time before"
     for response, at_rest in (
-        (status(rank()), True),
-        (status(rank(active_requests=1)), False),
-        (status(rank(prompt=1500)), False),
-        (status(rank(prompt=1500)), True),
+        (sums(), True),
+        (sums(active_requests=1), False),
+        (sums(prompt=1500), False),
+        (sums(prompt=1500), True),
     ):
         history.take(system(response), 10.0)
         assert history.at_rest == at_rest
@@ -162,7 +202,7 @@ def test_the_overview_is_json() -> None:
     rates = HitWindow(60)
     rates.take(seen, 0.0)
     shown = overview(
-        seen, rates, history=[], traffic=None, prefixes=[], found=[], roles={NAME: "decode"}, frontend_ids={}
+        seen, rates, rates, history=[], traffic=None, prefixes=[], found=[], roles={NAME: "decode"}, frontend_ids={}
     )
     (component,) = json.loads(json.dumps(shown, allow_nan=False))["components"]
     assert (component["name"], component["role"]) == ("n/pool", "decode")

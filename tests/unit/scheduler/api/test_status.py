@@ -61,6 +61,29 @@ async def test_a_rank_that_left_is_shown_for_as_long_as_it_is_booked() -> None:
     assert ranks(parts) == []
 
 
+async def test_sums_are_those_of_the_registered_ranks_with_the_hits_of_all() -> None:
+    parts = Parts(view(worker(1), worker(2, total_blocks=50)))
+    await parts.select(selecting("a"))
+    parts.bookings.free(FreeRequest(booking=BookingKey(request_id="a"), cached_tokens=BLOCK))
+    await parts.select(selecting("b"))
+    (component,) = ask(parts, sums=True).components
+    assert not component.ranks
+    each = [rank.cache_hits for rank in ranks(parts)]
+    assert component.sums.cache_hits.requests == sum(hits.requests for hits in each) == 1
+    assert component.sums.cache_hits.prompt_tokens == sum(hits.prompt_tokens for hits in each) > 0
+    assert (component.sums.total_blocks, component.sums.active_blocks, component.sums.active_requests) == (150, 4, 1)
+    before = component.sums.cache_hits
+    parts.registered.register(view())
+    (component,) = ask(parts, sums=True).components
+    assert (component.sums.cache_hits, component.sums.total_blocks) == (before, 0), "hits on ranks that have left"
+
+
+async def test_sums_of_the_largest_caches_fit() -> None:
+    parts = Parts(view(*(worker(each, total_blocks=(1 << 63) - 1) for each in range(1, 5))))
+    (component,) = ask(parts, sums=True).components
+    assert component.sums.total_blocks == (1 << 64) - 1
+
+
 @pytest.mark.parametrize("most", [1, 2, 3, 100])
 async def test_an_overview_of_pages_equals_the_whole(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts(

@@ -64,6 +64,9 @@ class Observer:
         self._traffic = traffic
         self._history = History()
         self._hit_rates = HitWindow(_HIT_WINDOW_SECONDS)
+        """Of the components, at even intervals."""
+        self._rank_hit_rates = HitWindow(_HIT_WINDOW_SECONDS)
+        """Of the ranks, when somebody reads the page."""
         self._looking = asyncio.Lock()
         self._looked_at = float("-inf")
         self._shown: dict[str, Any] = {}
@@ -74,7 +77,7 @@ class Observer:
         try:
             while True:
                 self._traffic.take(time.monotonic())
-                system = await self._queries.look_at_schedulers()
+                system = await self._queries.sums()
                 now = time.monotonic()
                 self._history.take(system, now)
                 self._hit_rates.take(system, now)
@@ -90,10 +93,11 @@ class Observer:
         async with self._looking:
             if time.monotonic() - self._looked_at >= _FRESH_SECONDS:
                 system = await self._queries.look(asks_frontends=self._asks_frontends)
-                self._hit_rates.take(system, time.monotonic())
+                self._rank_hit_rates.take(system, time.monotonic())
                 self._shown = overview(
                     system,
                     self._hit_rates,
+                    self._rank_hit_rates,
                     history=self._history.points,
                     traffic=self._traffic.rates(time.monotonic()),
                     prefixes=await self._held_prefixes(),

@@ -11,7 +11,7 @@ from kvrouter.frontend.recording.popular_prefixes import PopularPrefix
 from kvrouter.frontend.web.problems import Problem
 from kvrouter.frontend.web.traffic import Point, TrafficRates
 from kvrouter.runtime.overview.ranks import HitRate, HitWindow, Note, rank_notes, reuse_note
-from kvrouter.runtime.overview.system import FrontendView, IndexerView, SchedulerView, System, rank_of
+from kvrouter.runtime.overview.system import FrontendView, IndexerView, Rank, SchedulerView, System, rank_of
 from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import CandidateTerms, ComponentStatus, Decision, RankStatus
@@ -23,6 +23,7 @@ Json = dict[str, Any]
 def overview(
     system: System,
     hit_rates: HitWindow,
+    rank_hit_rates: HitWindow,
     *,
     history: Sequence[Point],
     traffic: TrafficRates | None,
@@ -35,7 +36,8 @@ def overview(
 
     Args:
         system: The state.
-        hit_rates: Hit rates, including this state.
+        hit_rates: Hit rates of the components.
+        rank_hit_rates: Those of the ranks, including this state.
         history: Points of the last hour.
         traffic: This Frontend's requests in the last minute; None before the first sample.
         prefixes: The most popular prefixes, and how many ranks hold each; None if no Indexer said.
@@ -48,7 +50,7 @@ def overview(
         "problems": list(map(asdict, found)),
         "services": _services(system, frontend_ids),
         "components": [
-            _component(name, status, system, hit_rates, roles.get(name, "both"))
+            _component(name, status, system, hit_rates.rate(name), rank_hit_rates.rates(name), roles.get(name, "both"))
             for name, (_, status) in system.components().items()
         ],
         "traffic": None if traffic is None else asdict(traffic),
@@ -153,9 +155,15 @@ def _amount(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _component(name: ComponentName, status: ComponentStatus, system: System, hit_rates: HitWindow, role: str) -> Json:
-    indexed, health, rates = system.indexed(name), system.worker_health(name), hit_rates.rates(name)
-    total = hit_rates.rate(name)
+def _component(
+    name: ComponentName,
+    status: ComponentStatus,
+    system: System,
+    total: HitRate,
+    rates: Mapping[Rank, HitRate],
+    role: str,
+) -> Json:
+    indexed, health = system.indexed(name), system.worker_health(name)
     return {
         "name": str(name),
         "model": status.model,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter as Tally, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.runtime.overview.system import System
+from kvrouter.runtime.overview.system import System, name_of
+from kvrouter.v1.names import ComponentName
+from kvrouter.v1.scheduler_pb2 import ComponentStatus, ComponentSums, HitCounts
 from prometheus_client.registry import Collector
 
 _WINDOW_SECONDS = 60.0
@@ -135,13 +137,13 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 INTERVAL_SECONDS = 10.0
 REST_SECONDS = 30.0
-"""Interval while nothing runs: Schedulers report every rank in a sample."""
+"""Interval while nothing runs."""
 _KEPT_SECONDS = 3600.0
 _MAX_POINTS = 360
 """Points of an hour with requests. The wall clock may be set back, so their age alone is no bound."""
 
-_Key = tuple[str, int, str, int, int]
-"""(Scheduler, its start, component, worker, rank)."""
+_Key = tuple[str, int, ComponentName]
+"""(Scheduler, its start, component)."""
 _Counts = tuple[int, int, int, int, int]
 """(requests, prompt tokens, cached tokens, prompt tokens with a prediction, tokens that some rank held)."""
 
@@ -153,7 +155,7 @@ class Point:
     at: float
     """Unix time of its end, seconds."""
     seconds: float
-    """Its length: since the newest sample before with ranks."""
+    """Its length: since the newest sample before with a component."""
     requests: int
     """Requests that ended, of those whose worker reported its cached tokens."""
     prompt_tokens: int
@@ -177,7 +179,7 @@ class History:
         self._before: dict[_Key, _Counts] | None = None
         self._before_at = 0.0
         self._is_answered = False
-        """Whether the newest sample has ranks."""
+        """Whether the newest sample has a component."""
 
     @property
     def points(self) -> list[Point]:
@@ -193,19 +195,21 @@ class History:
     def take(self, system: System, now: float) -> None:
         """Adds a point for the time since the previous sample. The first sample only sets the counts.
 
-        ``now`` are the seconds of a monotonic clock.
+        Args:
+            system: Sums of the components.
+            now: Seconds of a monotonic clock.
         """
         counts, at = _counts(system), system.at.timestamp()
         self._is_answered = bool(counts)
         if self._before is not None:
-            ranks = [rank for _, status in system.components().values() for rank in status.ranks]
-            blocks = sum(rank.total_blocks for rank in ranks)
+            sums = _booked(system)
+            blocks = sum(each.total_blocks for each in sums)
             point = Point(
                 at,
                 now - self._before_at,
                 *_since(self._before, counts),
-                active_requests=sum(rank.active_requests for rank in ranks),
-                active_share=sum(rank.active_blocks for rank in ranks) / blocks if blocks else None,
+                active_requests=sum(each.active_requests for each in sums),
+                active_share=sum(each.active_blocks for each in sums) / blocks if blocks else None,
             )
             self._points.append(point)
             while self._points[0].at <= at - _KEPT_SECONDS:
@@ -217,7 +221,7 @@ class History:
 
 def _counts(system: System) -> dict[_Key, _Counts]:
     return {
-        (status.scheduler_id, status.started_unix_ns, each.component.name, rank.rank.worker_id, rank.rank.dp_rank): (
+        (status.scheduler_id, status.started_unix_ns, name_of(each.component)): (
             hits.requests,
             hits.prompt_tokens,
             hits.cached_tokens,
@@ -226,9 +230,38 @@ def _counts(system: System) -> dict[_Key, _Counts]:
         )
         for status in system.statuses
         for each in status.components
-        for rank in each.ranks
-        for hits in (rank.cache_hits,)
+        for hits in (_sums(each).cache_hits,)
     }
+
+
+def _booked(system: System) -> Collection[ComponentSums]:
+    """Returns the sums of each component by the Scheduler with most bookings: others replicate them or have none."""
+    most: dict[ComponentName, ComponentSums] = {}
+    for status in system.statuses:
+        for each in status.components:
+            name, sums = name_of(each.component), _sums(each)
+            if name not in most or _size(sums) > _size(most[name]):
+                most[name] = sums
+    return most.values()
+
+
+def _size(sums: ComponentSums) -> tuple[int, int]:
+    return sums.active_requests, sums.total_blocks
+
+
+def _sums(status: ComponentStatus) -> ComponentSums:
+    """Returns the sums over the ranks of a component, which earlier Schedulers list instead."""
+    if "sums" in status:
+        return status.sums
+    ranks, hits = status.ranks, HitCounts()
+    for name in ("requests", "prompt_tokens", "cached_tokens", "predicted_prompt_tokens", "reachable_cached_tokens"):
+        setattr(hits, name, sum(getattr(rank.cache_hits, name) for rank in ranks))
+    return ComponentSums(
+        total_blocks=sum(rank.total_blocks for rank in ranks),
+        active_blocks=sum(rank.active_blocks for rank in ranks),
+        active_requests=sum(rank.active_requests for rank in ranks),
+        cache_hits=hits,
+    )
 
 
 def _since(before: dict[_Key, _Counts], now: dict[_Key, _Counts]) -> _Counts:
@@ -236,7 +269,7 @@ def _since(before: dict[_Key, _Counts], now: dict[_Key, _Counts]) -> _Counts:
     total = nothing
     for key, counts in now.items() - before.items():
         old = before.get(key, nothing)
-        # The counts of a rank that had left start from 0 again.
+        # The counts of a component that had gone start from 0 again.
         start = old if all(o <= c for o, c in zip(old, counts, strict=True)) else nothing
         a, b, c, d, e = (sum_ + new - first for sum_, new, first in zip(total, counts, start, strict=True))
         total = (a, b, c, d, e)

@@ -14,8 +14,9 @@ from kvrouter.v1.indexer_pb2 import RankStats
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, HitCounts, RankStatus
 
-_Key = tuple[str, int, ComponentName, Rank]
-"""(Scheduler, its start, component, rank). Totals of a restarted Scheduler start from 0."""
+_Key = tuple[str, int, ComponentName, Rank | None]
+"""(Scheduler, its start, component, rank), without a rank for sums of the component. Totals of a restarted Scheduler
+start from 0."""
 _Sums = tuple[int, ...]
 """Prompt tokens, cached tokens, prompt tokens with a prediction, predicted tokens, tokens that some rank held; cached
 tokens and predicted ones by tier below device memory."""
@@ -59,7 +60,7 @@ class HitRate:
 
 
 class HitWindow:
-    """Hit rates of every rank, over the requests that ended within a time window."""
+    """Hit rates of components and of the ranks in its samples, over the requests that ended within a time window."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -79,21 +80,21 @@ class HitWindow:
 
     def rates(self, component: ComponentName) -> dict[Rank, HitRate]:
         """Returns the rates of a component's ranks, over all Schedulers."""
-        return {rank: _rate(sums) for rank, sums in self._added(component).items()}
+        return {rank: _rate(sums) for rank, sums in self._added(component).items() if rank is not None}
 
     def rate(self, component: ComponentName) -> HitRate:
-        """Returns the rate of all ranks of a component together."""
+        """Returns the rate of a component."""
         total = _NONE
         for sums in self._added(component).values():
             total = _plus(total, sums)
         return _rate(total)
 
-    def _added(self, component: ComponentName) -> dict[Rank, _Sums]:
+    def _added(self, component: ComponentName) -> dict[Rank | None, _Sums]:
         if not self._samples:
             return {}
         newest = self._samples[-1][1]
         oldest = self._samples[0][1] if self.spans else {}
-        added: dict[Rank, _Sums] = {}
+        added: dict[Rank | None, _Sums] = {}
         for key, sums in newest.items():
             if key[2] != component:
                 continue
@@ -106,13 +107,14 @@ class HitWindow:
 
 
 def _sums(system: System) -> dict[_Key, _Sums]:
-    return {
-        (status.scheduler_id, status.started_unix_ns, name, rank_of(rank.rank)): _of(rank.cache_hits)
-        for status in system.statuses
-        for each in status.components
-        for name in (name_of(each.component),)
-        for rank in each.ranks
-    }
+    sums: dict[_Key, _Sums] = {}
+    for status in system.statuses:
+        for each in status.components:
+            key = status.scheduler_id, status.started_unix_ns, name_of(each.component)
+            if "sums" in each:
+                sums[*key, None] = _of(each.sums.cache_hits)
+            sums.update(((*key, rank_of(rank.rank)), _of(rank.cache_hits)) for rank in each.ranks)
+    return sums
 
 
 def _of(hit_rates: HitCounts) -> _Sums:

@@ -54,10 +54,10 @@ class ServiceQueries:
     def __post_init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def look_at_schedulers(self) -> System:
-        """Returns the current state as far as Schedulers know it."""
+    async def sums(self) -> System:
+        """Returns the current state as far as Schedulers know it, with sums over the ranks of each component."""
         schedulers, *_ = await self._registered()
-        views = await asyncio.gather(*map(self._ask_scheduler, schedulers))
+        views = await asyncio.gather(*(self._ask_scheduler(each, GetStatusRequest(sums=True)) for each in schedulers))
         return System(datetime.now(UTC).astimezone(), views, (), (), self.note())
 
     async def look(self, *, asks_frontends: bool = True) -> System:
@@ -67,7 +67,12 @@ class ServiceQueries:
         """
         schedulers, indexers, frontends = await self._registered()
         scheduler_views, indexer_views, frontend_views = await asyncio.gather(
-            asyncio.gather(*(self._ask_scheduler(address) for address in schedulers)),
+            asyncio.gather(
+                *(
+                    self._ask_scheduler(each, GetStatusRequest(decisions=_DECISIONS, queued_requests=_QUEUED))
+                    for each in schedulers
+                )
+            ),
             asyncio.gather(*(self._ask_indexer(address) for address in indexers)),
             asyncio.gather(
                 *(self._ask_frontend(address, may_ask=asks_frontends or address in self.local) for address in frontends)
@@ -98,9 +103,8 @@ class ServiceQueries:
         await self._close(self._channels.keys() - {*schedulers, *indexers, *frontends})
         return schedulers, indexers, frontends
 
-    async def _ask_scheduler(self, address: str) -> SchedulerView:
+    async def _ask_scheduler(self, address: str, request: GetStatusRequest) -> SchedulerView:
         scheduler = cast(Scheduler, self._stub("scheduler", address))
-        request = GetStatusRequest(decisions=_DECISIONS, queued_requests=_QUEUED)
         deadline = Deadline.after(_CALL_SECONDS)
         try:
             status = await whole(lambda asked: scheduler.get_status(asked, deadline=deadline), request)

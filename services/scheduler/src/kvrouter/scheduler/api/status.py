@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -24,6 +24,7 @@ from kvrouter.v1.pages import page_of
 MAX_LISTED = 100
 """Maximum number of decisions, of ignored entries, and of queued requests of a component, in one response."""
 _KEY_CHARACTERS = 200
+_MAX_SUM = (1 << 64) - 1
 
 
 @dataclass(eq=False)
@@ -61,11 +62,11 @@ class Status:
         if "component" in request:
             pool = self.pools.named(request.component.namespace, request.component.name)
             pools, only = [pool], pool.name
-        page, token = page_of(_entries(pools), request, _key)
-        listed = min(request.queued_requests, MAX_LISTED)
+        entries = ((pool, None) for pool in pools) if request.sums else _entries(pools)
+        page, token = page_of(entries, request, _key)
         components = [
-            self._component(pool, [rank for _, rank in entries if rank is not None], listed)
-            for pool, entries in groupby(page, itemgetter(0))
+            self._component(pool, [rank for _, rank in group if rank is not None], request)
+            for pool, group in groupby(page, itemgetter(0))
         ]
         is_first = not request.page_token
         newest = self.decisions.newest(min(request.decisions, MAX_LISTED), only) if is_first else ()
@@ -83,8 +84,8 @@ class Status:
             next_page_token=token,
         )
 
-    def _component(self, pool: Pool, page: Iterable[Rank], listed: int) -> pb.ComponentStatus:
-        loads, now = pool.booked_load.load_by_rank(), self.clock()
+    def _component(self, pool: Pool, page: Sequence[Rank], request: pb.GetStatusRequest) -> pb.ComponentStatus:
+        loads, now = pool.booked_load.load_by_rank() if page else {}, self.clock()
         queued = self.queued.waiting_for(pool.name)
         thresholds, judged = self.thresholds.of(pool.model), pool.judged_load(now)
         ranks = []
@@ -119,9 +120,20 @@ class Status:
             mode=self.mode,
             thresholds=thresholds.to_message(),
             ranks=ranks,
-            queued=self.queued.status(pool.name, listed=listed),
+            queued=self.queued.status(pool.name, listed=min(request.queued_requests, MAX_LISTED)),
             replicas=() if self.sync is None else self.sync.of(pool.name).status(),
+            sums=_sums(pool) if request.sums else None,
         )
+
+
+def _sums(pool: Pool) -> pb.ComponentSums:
+    active_blocks, active_requests = pool.booked_load.total()
+    return pb.ComponentSums(
+        total_blocks=min(sum(pool.worker_set.total_blocks.tolist()), _MAX_SUM),
+        active_blocks=min(active_blocks, _MAX_SUM),
+        active_requests=min(active_requests, _MAX_SUM),
+        cache_hits=pool.cache_hits.total(),
+    )
 
 
 def _entries(pools: Iterable[Pool]) -> Iterator[tuple[Pool, Rank | None]]:

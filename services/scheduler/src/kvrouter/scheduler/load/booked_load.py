@@ -157,6 +157,12 @@ class BookedLoad:
         """Returns the most booked sequences of a rank since the report before the last, when another one arrives."""
         return self._sequences.most_sequences(rank)
 
+    def total(self) -> tuple[int, int]:
+        """Returns the active blocks and the requests of all ranks with a registration or bookings."""
+        _, packed = self._sequences.loads()
+        loads = Loads(packed, self.clock())
+        return sum(loads.active_blocks.tolist()), sum(loads.requests.tolist())
+
     def load_by_rank(self) -> dict[Rank, RankLoad]:
         """Returns the load of every rank with a registration or bookings, for display."""
         known, packed = self._sequences.loads()

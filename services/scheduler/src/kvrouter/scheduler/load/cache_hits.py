@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from kvrouter.core import Rank
 from kvrouter.v1.common_pb2 import LowerTiers
@@ -39,17 +39,30 @@ class _Sums:
     lower_cached_tokens: TierTokens | None = None
     predicted_lower_tokens: TierTokens | None = None
 
+    def add(self, other: _Sums) -> None:
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.predicted_prompt_tokens += other.predicted_prompt_tokens
+        self.predicted_cached_tokens += other.predicted_cached_tokens
+        self.reachable_cached_tokens += other.reachable_cached_tokens
+        self.lower_cached_tokens = _sum(self.lower_cached_tokens, other.lower_cached_tokens)
+        self.predicted_lower_tokens = _sum(self.predicted_lower_tokens, other.predicted_lower_tokens)
+
 
 class CacheHits:
     """Sums over the requests of one component whose worker reported its cached tokens."""
 
     def __init__(self) -> None:
         self._sums: dict[Rank, _Sums] = {}
+        self._of_left = _Sums()
+        """The sums of ranks that have left."""
 
     def set_ranks(self, registered: Iterable[Rank]) -> None:
-        """Replaces the registered ranks and forgets all others."""
+        """Replaces the registered ranks. The sums of all others count in ``total`` only."""
         kept = set(registered)
-        self._sums = {rank: sums for rank, sums in self._sums.items() if rank in kept}
+        for rank in self._sums.keys() - kept:
+            self._of_left.add(self._sums.pop(rank))
 
     def add(
         self,
@@ -79,24 +92,29 @@ class CacheHits:
         sums.requests += 1
         sums.prompt_tokens += prompt_tokens
         sums.cached_tokens += cached_tokens
-        if lower_tokens is not None:
-            sums.lower_cached_tokens = _sum(sums.lower_cached_tokens, lower_tokens)
+        sums.lower_cached_tokens = _sum(sums.lower_cached_tokens, lower_tokens)
         if predicted_tokens is not None:
             sums.predicted_prompt_tokens += prompt_tokens
             sums.predicted_cached_tokens += predicted_tokens
             sums.reachable_cached_tokens += reachable_tokens
-            if predicted_lower_tokens is not None:
-                sums.predicted_lower_tokens = _sum(sums.predicted_lower_tokens, predicted_lower_tokens)
+            sums.predicted_lower_tokens = _sum(sums.predicted_lower_tokens, predicted_lower_tokens)
 
     def of(self, rank: Rank) -> HitCounts:
         """Returns the sums of one rank."""
         sums = self._sums.get(rank)
         return HitCounts() if sums is None else HitCounts(**asdict(sums))
 
+    def total(self) -> HitCounts:
+        """Returns the sums of all ranks, those that have left included."""
+        total = replace(self._of_left)
+        for sums in self._sums.values():
+            total.add(sums)
+        return HitCounts(**asdict(total))
 
-def _sum(sums: TierTokens | None, tokens: TierTokens) -> TierTokens:
-    if sums is None:
-        return tokens
+
+def _sum(sums: TierTokens | None, tokens: TierTokens | None) -> TierTokens | None:
+    if sums is None or tokens is None:
+        return sums or tokens
     return TierTokens(**{tier: getattr(sums, tier) + getattr(tokens, tier) for tier in LOWER_TIER_NAMES})
 
 
