@@ -4,6 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use super::buffers::pack;
 use crate::load::forecast::{Candidate, Fleet, Model, Request, cheapest, prompt_blocks};
 
 /// `kvrouter.core.interface.ForecastChoice`.
@@ -13,8 +14,6 @@ type Choice<'py> = (usize, usize, i64, f64, f64, bool, bool, i64, bool, Bound<'p
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct ForecastModel(Model);
 
-/// Rows that `choose` returns.
-const ROWS: usize = 12;
 /// Columns of `LoadColumns`.
 const LOADS: usize = 7;
 /// The other columns that `choose` takes, in order.
@@ -118,36 +117,12 @@ impl ForecastModel {
         let shares: Vec<f64> = (0..count).map(|place| model.share(&request, &candidate(place))).collect();
         let fleet = Fleet::of(&shares, all(total), all(prefill_requests));
         let blocks = prompt_blocks(&request, all(overlap).zip(all(leading)));
-        let mut costs = Vec::with_capacity(count);
-        let rows = PyBytes::new_with(py, ROWS * count * size_of::<f64>(), |to| {
-            let mut rows = to.chunks_exact_mut((count * size_of::<f64>()).max(1));
-            let mut rows: [_; ROWS] = std::array::from_fn(|_| rows.next().unwrap_or_default().chunks_exact_mut(8));
-            for (place, (share, blocks)) in shares.iter().zip(&blocks).enumerate() {
-                let terms = model.terms(&request, &candidate(place), *share, *blocks, &fleet);
-                let cost = terms.cost();
-                costs.push(cost);
-                let values: [f64; ROWS] = [
-                    terms.forecast,
-                    terms.batch,
-                    terms.work,
-                    terms.output,
-                    terms.shortage,
-                    terms.eviction,
-                    terms.copies,
-                    terms.own,
-                    terms.relative,
-                    terms.new_tokens as f64,
-                    f64::from(u8::from(terms.fit)),
-                    cost,
-                ];
-                for (row, value) in rows.iter_mut().zip(values) {
-                    if let Some(to) = row.next() {
-                        to.copy_from_slice(&value.to_ne_bytes());
-                    }
-                }
-            }
-            Ok(())
-        })?;
+        let costs: Vec<f64> = shares
+            .iter()
+            .zip(&blocks)
+            .enumerate()
+            .map(|(place, (share, blocks))| model.terms(&request, &candidate(place), *share, *blocks, &fleet).cost())
+            .collect();
         let (open, cheapest) = cheapest(&costs, |place| real(limits, place) - whole(requests, place) as f64 >= 1.0);
         let place = match cheapest.as_slice() {
             &[place] => place,
@@ -168,7 +143,7 @@ impl ForecastModel {
             chosen.head_tokens == 0,
             chosen.leading_active_blocks,
             chosen.total_blocks > 0 && chosen.active_blocks > chosen.total_blocks,
-            rows,
+            pack(py, costs.iter().map(|cost| cost.to_ne_bytes()))?,
         ))
     }
 }

@@ -42,7 +42,9 @@ def rank(worker_id: int = 1, *, prompt: int = 0, cached: int = 0, **fields: obje
     return RankStatus(rank=Rank(worker_id=worker_id), registered=True, cache_hits=hits, total_blocks=100, **fields)
 
 
-def sums(*, prompt: int = 0, cached: int = 0, predicted: int = 0, reachable: int = 0, **fields: int) -> GetStatusResponse:
+def sums(
+    *, prompt: int = 0, cached: int = 0, predicted: int = 0, reachable: int = 0, **fields: int
+) -> GetStatusResponse:
     hits = HitCounts(
         requests=prompt // 100,
         prompt_tokens=prompt,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 ForecastChoice: TypeAlias = tuple[int, int, int, float, float, bool, bool, int, bool, bytes]
-"""The chosen candidate, and the terms of all; see ``ForecastModel.choose``."""
+"""The chosen candidate, and the costs of all; see ``ForecastModel.choose``."""
 
 
 class ForecastModel(Protocol):
@@ -43,10 +43,7 @@ class ForecastModel(Protocol):
             at the component's speed; whether the first token may be used for latency calibration; whether the rank
             computes no prompt; its leading active blocks; and whether it has fewer KV blocks than would be active.
 
-            Twelve rows of float64, each with an entry for each candidate: time to first token, batch, work, output,
-            shortage, eviction, copies and own work, each in ms; the factor for the rank's speed in the first; tokens
-            to compute; 1 where the first token may be used for latency calibration, else 0; and the cost, the sum of
-            the first seven.
+            The costs of all candidates, packed as float64.
 
         Raises:
             ValueError: there is no prompt, or the columns differ in length.

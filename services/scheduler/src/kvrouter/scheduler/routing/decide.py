@@ -162,10 +162,8 @@ class Decision(msgspec.Struct, frozen=True):
         """Returns the message with two candidates: the chosen one and the cheapest other, if they have costs."""
         if self.context is None or self.chosen is None or not len(self.explanation.costs):
             return self._message([])
-        costs, chosen = self.explanation.costs, self.context.ranks.index(self.chosen)
-        others = sorted(
-            (index for index in range(len(costs)) if index != chosen), key=lambda index: float(costs[index])
-        )
+        chosen = self.context.ranks.index(self.chosen)
+        others = [index for index in np.argsort(self.explanation.costs, kind="stable")[:2].tolist() if index != chosen]
         return self._message([self._terms(index) for index in (chosen, *others[:1])])
 
     def span_attributes(self) -> dict[str, Attribute]:
@@ -304,7 +302,7 @@ _NONE_LEFT = Explanation("no candidate is left")
 log = structlog.get_logger(component="scheduler")
 
 _MAX_ROWS = 200_000
-"""Candidates over all decisions kept: some 50 MB of columns."""
+"""Candidates over all decisions kept: some 20 MB of columns."""
 
 
 class Decisions:

@@ -1,13 +1,13 @@
 """Mode ``forecast``: the rank of least cost in time, without a weight to set.
 
 ``README.md`` beside this file has the formula, its terms with their reasons, and the effect of missing signals. The
-native core computes the terms and chooses by them (``core/rust/src/load/forecast.rs``); ``choose_here`` does the same
-without it, and a property test compares the two.
+native core computes the costs and chooses by them (``core/rust/src/load/forecast.rs``); ``choose_here`` does the same
+without it, and a property test compares the two. An explanation has the terms of ``weigh``.
 """
 
 from __future__ import annotations
 
-from array import array
+from functools import cached_property
 from random import Random
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -119,7 +119,7 @@ class ForecastPolicy(Policy):
         """Chooses the cheapest rank with a free slot, or returns a Wait for it if it has no room."""
         limits, is_limited = context.request_limits, any_of(context.is_kept)
         chosen = choose(context, np.where(context.is_kept, -np.inf, limits) if is_limited else limits, rng)
-        index, open_ranks, new_tokens, own_ms, forecast_ms, fit, is_idle, leading_blocks, lacks_blocks, packed = chosen
+        index, open_ranks, new_tokens, own_ms, forecast_ms, fit, is_idle, leading_blocks, lacks_blocks, costs = chosen
         has_slot, size = open_ranks > 0, context.block_size
         if not has_slot:
             reason = "the free room is kept for other tenants" if is_limited else "no rank has a free slot"
@@ -128,8 +128,8 @@ class ForecastPolicy(Policy):
         else:
             is_any = open_ranks == len(context.ranks)
             reason = "lowest cost" if is_any else "lowest cost of the ranks with a free slot"
-        weighing, costs = Weighing(context, packed), array("d", packed[-8 * len(context.ranks) :])
-        explanation = Explanation(reason, costs, OnDemand(weighing.terms), weighing.formula)
+        weighing = Weighing(context, np.frombuffer(costs))
+        explanation = Explanation(reason, weighing.costs, OnDemand(weighing.terms), weighing.formula)
         added = context.prompt_tokens - leading_blocks * size
         slot = int(context.total_blocks.item(index) * size / max(1.0, limits.item(index)))
         use_tokens = max(added, slot)
@@ -155,37 +155,34 @@ class ForecastPolicy(Policy):
         )
 
 
-class Weighing(msgspec.Struct, frozen=True):
+class Weighing(msgspec.Struct, frozen=True, dict=True):
     """All candidates, weighed against each other, for an explanation."""
 
     context: SchedulingContext
-    packed: bytes
-    """Rows of ``Weighed`` and the cost, packed."""
+    costs: Amounts
 
-    @property
-    def rows(self) -> NDArray[np.float64]:
-        """The rows, with a column for each candidate."""
-        return np.ndarray((len(Weighed._fields) + 1, len(self.context.ranks)), np.float64, self.packed)
+    @cached_property
+    def columns(self) -> Weighed[NDArray[Any]]:
+        """The cost terms of all candidates."""
+        return weigh(self.context, used_shares(self.context))
 
     def terms(self) -> dict[str, NDArray[Any]]:
         """Returns the terms by name."""
-        columns = dict(zip(Weighed._fields, self.rows, strict=False))
         return {
-            **{f"{name}_ms": columns[name] for name in Weighed._fields[:_COST_TERMS]},
-            "new_tokens": columns["new_tokens"],
+            **{f"{name}_ms": getattr(self.columns, name) for name in Weighed._fields[:_COST_TERMS]},
+            "new_tokens": self.columns.new_tokens,
             "relative_latency": self.context.relative_latency,
             "free_slots": self.context.free_slots,
         }
 
     def formula(self, index: int) -> str:
         """Returns the cost of a candidate as the sum of its terms."""
-        *terms, cost = self.rows[:, index].tolist()
-        at: Weighed[float] = Weighed(*terms)
+        at: Weighed[float] = Weighed(*(column[index] for column in self.columns))
         kept = ", room is kept for other tenants" if self.context.is_kept[index] else ""
         has_slot = self.context.request_limits[index] - self.context.active_requests[index] >= 1
         full = kept if has_slot else ", no free slot"
         return (
-            f"Formula for {rank_label(self.context.ranks[index])}: {cost:.1f} ms = "
+            f"Formula for {rank_label(self.context.ranks[index])}: {self.costs[index]:.1f} ms = "
             f"{at.forecast:.1f} to the first token + {at.batch:.1f} in its step + "
             f"{at.work:.1f} for others + {at.output:.1f} for its output + "
             f"{at.shortage:.1f} for lack of blocks + "
@@ -283,7 +280,7 @@ def choose_here(context: SchedulingContext, request_limits: Amounts, rng: Random
         not context.head_prefill_tokens[index],
         int(context.leading_active_blocks[index]),
         bool(0 < context.total_blocks[index] < context.active_blocks[index]),
-        np.array([*columns, costs]).tobytes(),
+        costs.tobytes(),
     )
 
 
