@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kvrouter.runtime.telemetry import metrics as metrics_handler
-from kvrouter.runtime.telemetry.metrics import MetricsHandler
+from kvrouter.runtime.telemetry.metrics import Exposition, MetricsHandler
 
 
 def serving(handler: MetricsHandler) -> TestServer:
@@ -23,10 +23,10 @@ async def test_a_flood_of_requests_shares_an_exposition(monkeypatch: pytest.Monk
     monkeypatch.setattr(metrics_handler, "_BURST_SECONDS", 0.0)
     made = 0
 
-    async def exposition() -> bytes:
+    async def exposition() -> Exposition:
         nonlocal made
         made += 1
-        return b"metrics %d" % made
+        return b"metrics %d" % made, 0.001
 
     async with serving(MetricsHandler(exposition)) as server, aiohttp.ClientSession() as session:
 
@@ -41,10 +41,10 @@ async def test_a_flood_of_requests_shares_an_exposition(monkeypatch: pytest.Monk
 async def test_a_scraper_gets_what_is_new() -> None:
     made = 0
 
-    async def exposition() -> bytes:
+    async def exposition() -> Exposition:
         nonlocal made
         made += 1
-        return b"metrics %d" % made
+        return b"metrics %d" % made, 0.001
 
     async with serving(MetricsHandler(exposition)) as server, aiohttp.ClientSession() as session:
         for number in range(1, 20):
@@ -53,8 +53,8 @@ async def test_a_scraper_gets_what_is_new() -> None:
 
 
 async def test_a_further_unread_response_ends_the_oldest() -> None:
-    async def exposition() -> bytes:
-        return bytes(32 << 20)
+    async def exposition() -> Exposition:
+        return bytes(32 << 20), 0.0
 
     handler = MetricsHandler(exposition)
     async with serving(handler) as server, asyncio.timeout(60), AsyncExitStack() as stack:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvrouter.runtime.http_connections import nobody
 from kvrouter.runtime.http_server import HttpLimits, serving_http
 from kvrouter.runtime.process.hosting import shared_port
 from kvrouter.runtime.process.lifecycle import StartRefused
-from kvrouter.runtime.telemetry.metrics import MetricsHandler, new_registry
+from kvrouter.runtime.telemetry.metrics import Exposition, MetricsHandler, new_registry
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -263,10 +264,11 @@ class FrontendProcesses:
             log.info("http.listening", address=f"{host}:{bound}", encrypted=self._tls is not None)
             yield f"{host or '127.0.0.1'}:{bound}"
 
-    async def _exposition(self) -> bytes:
+    async def _exposition(self) -> Exposition:
         await asyncio.gather(*(child.reported() for child in list(self._children.values())))
+        began = time.thread_time()
         self._merged.report(_PARENT, generate_latest(self._registry).decode())
-        return self._merged.exposition()
+        return self._merged.exposition(), time.thread_time() - began
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

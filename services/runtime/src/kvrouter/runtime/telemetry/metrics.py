@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import structlog
 from aiohttp import web
@@ -35,8 +36,10 @@ from prometheus_client import (
     Counter,
     Gauge,
     Info,
+    Metric,
     generate_latest,
 )
+from prometheus_client.registry import Collector
 
 log = structlog.get_logger(component="ops")
 
@@ -58,11 +61,36 @@ def new_registry() -> CollectorRegistry:
     return registry
 
 
+Exposition = tuple[bytes, float]
+"""All metrics as Prometheus text, and the CPU time that it took, seconds."""
+
+
+@dataclass(frozen=True)
+class _Collected(Collector):
+    """Metrics that were collected before."""
+
+    metrics: Sequence[Metric]
+
+    def collect(self) -> Sequence[Metric]:
+        return self.metrics
+
+
+def _written(collected: _Collected) -> Exposition:
+    began = time.thread_time()
+    text = generate_latest(collected)
+    return text, time.thread_time() - began
+
+
 def ops_application(registry: CollectorRegistry, health: HealthBoard) -> web.Application:
     """Returns the application with ``/metrics``, ``/health`` (always 200) and ``/ready`` (200, or 503 if not ready)."""
 
-    async def exposition() -> bytes:
-        return generate_latest(registry)
+    async def exposition() -> Exposition:
+        # Collected here, since series change on the event loop. To write those of thousands of ranks takes longer.
+        began = time.thread_time()
+        collected = _Collected(list(registry.collect()))
+        seconds = time.thread_time() - began
+        text, written_in = await asyncio.to_thread(_written, collected)
+        return text, seconds + written_in
 
     async def alive(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -136,8 +164,8 @@ _BURST_SECONDS = 1.0
 class MetricsHandler:
     """Handles requests for metrics with the newest exposition."""
 
-    def __init__(self, exposition: Callable[[], Awaitable[bytes]]) -> None:
-        """``exposition`` returns all metrics as Prometheus text."""
+    def __init__(self, exposition: Callable[[], Awaitable[Exposition]]) -> None:
+        """``exposition`` makes a new one."""
         self._exposition = exposition
         self._newest = b""
         self._time = TokenBucket(_SHARE, _BURST_SECONDS)
@@ -164,9 +192,8 @@ class MetricsHandler:
     async def _current(self) -> bytes:
         async with self._exposing:
             if self._time.level() > 0 or not self._newest:
-                began = time.thread_time()
-                self._newest = await self._exposition()
-                self._time.take(time.thread_time() - began)
+                self._newest, seconds = await self._exposition()
+                self._time.take(seconds)
             return self._newest
 
 
