@@ -110,7 +110,7 @@ impl Load {
 }
 
 /// What a query reads of a load: of thousands of ranks, a cache line each.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct Row {
     blocks: u128,
     prefill_tokens: i64,

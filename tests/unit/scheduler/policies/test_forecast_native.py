@@ -63,6 +63,9 @@ def test_native_costs_are_those_of_the_policy(given_context: SchedulingContext, 
     )
     expected = np.frombuffer(expected_costs)
     np.testing.assert_allclose(np.frombuffer(costs), expected, rtol=1e-9, atol=1e-6)
+    terms = policy.Weighing(given_context, np.frombuffer(costs)).terms()
+    shown = sum(column for name, column in terms.items() if name.endswith("_ms"))
+    np.testing.assert_allclose(shown, np.frombuffer(costs), rtol=1e-9, atol=1e-6)
     assert open_ranks == expected_open_ranks
     # Equal costs may differ in their last bits.
     lowest = expected[[place, expected_place]]

@@ -302,7 +302,7 @@ _NONE_LEFT = Explanation("no candidate is left")
 log = structlog.get_logger(component="scheduler")
 
 _MAX_ROWS = 200_000
-"""Candidates over all decisions kept: some 20 MB of columns."""
+"""Candidates over all decisions kept: some 20 MB of columns, and as much again if all are traced or logged."""
 
 
 class Decisions:
