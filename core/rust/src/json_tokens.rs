@@ -8,8 +8,8 @@ use crate::hash::TOKEN_BYTES;
 /// Bytes that are searched at once.
 const CHUNK: usize = 32;
 
-/// Bytes of the longest token id and a comma.
-const LONGEST: usize = 11;
+/// Digits of the longest token id.
+pub const MAX_DIGITS: usize = 10;
 
 /// An element that is not an integer from 0 to 2^32 - 1, or is not followed by a comma or the end of the array.
 #[derive(Debug, PartialEq, Eq)]
@@ -47,7 +47,7 @@ pub fn read(text: &[u8], limit: usize) -> Result<Vec<u8>, NotAToken> {
 /// Writes token ids, little-endian u32, as a JSON array.
 pub fn write(tokens: &[u8]) -> Vec<u8> {
     let tokens = tokens.chunks_exact(TOKEN_BYTES);
-    let mut text = Vec::with_capacity(tokens.len().saturating_mul(LONGEST).saturating_add(2));
+    let mut text = Vec::with_capacity(tokens.len().saturating_mul(MAX_DIGITS + 1).saturating_add(2));
     text.push(b'[');
     for token in tokens {
         if text.len() > 1 {
@@ -184,7 +184,7 @@ fn read_digits(text: &[u8]) -> Option<(u32, &[u8])> {
     while let [digit @ b'0'..=b'9', after @ ..] = rest {
         value = value * 10 + u64::from(digit - b'0');
         digits += 1;
-        if digits == LONGEST {
+        if digits > MAX_DIGITS {
             return None;
         }
         rest = after;
@@ -194,7 +194,7 @@ fn read_digits(text: &[u8]) -> Option<(u32, &[u8])> {
 
 /// Adds a token id to a text.
 pub fn write_token(token: u32, text: &mut Vec<u8>) {
-    let mut digits = [0; LONGEST - 1];
+    let mut digits = [0; MAX_DIGITS];
     let (mut left, mut count) = (token, 0);
     for digit in digits.iter_mut().rev() {
         *digit = b'0' + (left % 10) as u8;

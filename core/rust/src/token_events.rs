@@ -1,9 +1,6 @@
 //! Events of a response that differ only in a token.
 
-use crate::json_tokens::write_token;
-
-/// Number of digits of the longest token.
-const MAX_DIGITS: usize = 10;
+use crate::json_tokens::{MAX_DIGITS, write_token};
 
 /// Makes the events.
 #[derive(Debug)]

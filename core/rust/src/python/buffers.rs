@@ -144,7 +144,7 @@ fn kind(buffer: &PyUntypedBuffer) -> Kind {
 /// Converts any form of `TokenBuffer` to token ids as little-endian u32.
 pub fn tokens<'a, 'py>(object: &'a Bound<'py, PyAny>) -> PyResult<Bytes<'a, 'py>> {
     if object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>() {
-        return from_iterable(object, object.len()?);
+        return from_iterable(object, object.len().unwrap_or(0));
     }
     if let Ok(exact) = object.cast::<PyBytes>() {
         return whole_tokens(Bytes::Borrowed(exact));
