@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, closing
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import uvloop
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.frontend.edge.event_stream import EventStream
 from kvrouter.frontend.proxy.engine_connections import EngineConnections
@@ -21,7 +24,14 @@ OK = b"HTTP/1.1 200 OK\r\n"
 SIZED = OK + b"Content-Length: 2\r\n\r\nhi"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
 HERE = Origin.of("http://127.0.0.1")
+Run = Callable[[Coroutine[Any, Any, None]], None]
 Write = Callable[[bytes], None]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    chosen: Run = asyncio.run if request.param == "asyncio" else uvloop.run
+    return chosen
 
 
 class Engine:
@@ -200,12 +210,47 @@ async def test_a_response_that_is_late_ends_with_the_deadline(answer: bytes) -> 
 
 
 @pytest.mark.parametrize("before", [0.05, 30])
-async def test_each_exchange_of_a_connection_has_its_own_deadline(before: float) -> None:
-    async with engine(SIZED, b"") as (served, connections):
-        assert await body_of(connections, await post(connections, served, seconds=before)) == b"hi"
-        with pytest.raises(DeadlineExceeded):
-            await post(connections, served, seconds=0.1)
-        assert served.connections == 1
+def test_each_exchange_of_a_connection_has_its_own_deadline(run: Run, before: float) -> None:
+    async def exchange() -> None:
+        async with engine(SIZED, b"") as (served, connections):
+            assert await body_of(connections, await post(connections, served, seconds=before)) == b"hi"
+            with pytest.raises(DeadlineExceeded):
+                await post(connections, served, seconds=0.1)
+            assert served.connections == 1
+
+    run(exchange())
+
+
+def test_a_time_too_short_for_a_timer_is_over_at_once(run: Run) -> None:
+    async def exchange() -> None:
+        connection = EngineConnection(HERE)
+        connection.connection_made(Mock(asyncio.Transport))
+        answered = connection.exchange(b"", b"", 0.0004)
+        assert answered.done()
+        assert isinstance(answered.exception(), DeadlineExceeded)
+        assert not connection.end()
+
+    run(exchange())
+
+
+def test_an_exchange_that_ends_just_in_time_leaves_the_next_one_alone(run: Run) -> None:
+    async def exchange() -> None:
+        loop = asyncio.get_running_loop()
+        connection = EngineConnection(HERE)
+        connection.connection_made(Mock(asyncio.Transport))
+        for _ in range(10):
+            answered = connection.exchange(b"", b"", 0.0024)
+            due = loop.time() + 0.002  # The timer of a loop with whole milliseconds.
+            while loop.time() < due:
+                await asyncio.sleep(0)
+            connection.data_received(SIZED)
+            assert connection.end() is (answered.exception() is None)
+        answered = connection.exchange(b"", b"", 30)
+        connection.data_received(SIZED)
+        assert (await answered).status == 200
+        assert connection.end()
+
+    run(exchange())
 
 
 async def test_a_response_nobody_reads_to_its_end_ends_the_connection() -> None:

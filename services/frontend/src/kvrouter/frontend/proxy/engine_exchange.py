@@ -6,6 +6,7 @@ The body of a response is taken as it arrives; more than some 256 KiB that nobod
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import cast
@@ -25,6 +26,8 @@ _MAX_UNREAD_BYTES = 256 << 10
 _PART_US = 60
 """CPU time to pass a part of a response on, microseconds."""
 _BYTES_PER_US = 50
+_TIMER_SECONDS = 0.001
+"""Resolution of timers: those of uvloop count whole milliseconds."""
 _FIRST_FINAL = 200
 _NO_BODY = frozenset({204, 304})
 
@@ -175,6 +178,8 @@ class EngineConnection(asyncio.Protocol):
         """When the response is late, seconds of the loop's clock; None for never."""
         self._timer: asyncio.TimerHandle | None = None
         """Checks that. It outlives an exchange, because a timer for each would cost more than a check in vain."""
+        self._checks_at = math.inf
+        """When it does, in such seconds. Its own time is rounded."""
         self._reason = b""
         self._headers: CIMultiDict[str] = CIMultiDict()
         self._head_bytes = 0
@@ -209,7 +214,7 @@ class EngineConnection(asyncio.Protocol):
         self._transport.writelines((head, body))
         if seconds is not None:
             self._late_at = late_at = self._loop.time() + seconds
-            if self._timer is None or self._timer.when() > late_at:
+            if self._checks_at > late_at:
                 self._check_time()
         return answered
 
@@ -325,12 +330,15 @@ class EngineConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self._checks_at = math.inf
         if self._late_at is None:
             return
-        if self._late_at > self._loop.time():
-            self._timer = self._loop.call_at(self._late_at, self._check_time)
-        else:
+        left = self._late_at - self._loop.time()
+        if left < _TIMER_SECONDS:  # A shorter one would check again and again until then.
             self._fail(late())
+            return
+        self._timer = self._loop.call_later(left, self._check_time)
+        self._checks_at = self._late_at
 
 
 def late() -> DeadlineExceeded:
