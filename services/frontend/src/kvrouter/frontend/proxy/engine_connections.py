@@ -64,7 +64,7 @@ class EngineConnections:
         try:
             return await connection.exchange(head.encode(), data, seconds)
         except BaseException:
-            connection.end()
+            self._release(connection)
             raise
 
     def end(self, answer: EngineAnswer) -> None:
@@ -76,6 +76,9 @@ class EngineConnections:
         connection = answer.connection
         if not connection.holds(answer):
             raise RuntimeError(f"{answer} was ended before: expected one end of each response")
+        self._release(connection)
+
+    def _release(self, connection: EngineConnection) -> None:
         if not connection.end():
             return
         self._idle.setdefault(connection.server, []).append(connection)
