@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from kvrouter import core
 from kvrouter.core import reference
 
 NAMES = set(reference.__all__)
@@ -29,6 +30,11 @@ def native_names() -> set[str]:
     except ImportError:
         return set()
     return NAMES & set(dir(_native))
+
+
+def test_the_package_lists_every_name_of_the_core() -> None:
+    assert set(reference.__all__) <= set(core.__all__)
+    assert all(hasattr(core, name) for name in core.__all__)
 
 
 def test_the_reference_on_request() -> None:

@@ -5,6 +5,9 @@ all of it is built; ``reference`` is plain Python; ``auto``, the default, takes 
 and otherwise the Python one. Services warn if they start with the reference and ``KVROUTER_CORE`` does not select it.
 """
 
+# Type checkers read a literal ``__all__`` only, so it lists names of the star import too.
+# ruff: noqa: F405
+
 from __future__ import annotations
 
 import importlib
@@ -43,6 +46,7 @@ def _choose(requested: str) -> dict[str, tuple[str, Any]]:
     native: Any = None
     if requested != "reference":
         try:
+            # It has no stub: type checkers see the reference.
             native = importlib.import_module("kvrouter.core._native")
         except ImportError:
             if requested == "native":
@@ -94,19 +98,44 @@ __all__ = [
     "IMPLEMENTATIONS",
     "MISSING_NATIVE",
     "REQUESTED",
+    "ActiveSequences",
     "ApplySummary",
+    "CacheRecency",
     "CachedRank",
     "Call",
+    "EventBatch",
+    "EventRecorder",
     "IndexStats",
     "InvalidDump",
+    "LatencyCalibration",
+    "MeasuredFactor",
+    "MemoryBudget",
     "NotATokenId",
+    "Observations",
+    "PredictedIndex",
+    "PrefixIndex",
     "Rank",
     "RankInfo",
     "RefusedBatch",
     "Scope",
     "Speed",
     "TokenBuffer",
+    "TokenWriter",
     "call_of",
+    "find_json_value",
+    "first_token_outside",
+    "json_flaw",
+    "local_hashes",
     "multimodal_hash",
+    "read_calls",
+    "read_messages",
+    "read_nats_messages",
+    "read_output",
+    "read_responses",
+    "sequence_hashes",
+    "split_json",
+    "tokens_from_json",
+    "tokens_to_json",
+    "write_calls",
+    "write_responses",
 ]
-__all__ += reference.__all__
