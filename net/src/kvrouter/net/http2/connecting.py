@@ -9,7 +9,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
-_ADDRESS = re.compile(r"(?:\[(.+)\]|([^\[\]:]+)):([0-9]{1,5})")
+_ADDRESS = re.compile(
+    r"(?:\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%[^\s\]]+)?)\]"  # an IPv6 address, perhaps with a zone
+    r"|([^\s\[\]:/?#@]+)):([0-9]{1,5})"
+)
 _MAX_PORT = 65_535
 _DELAY_SECONDS = 0.25
 """Time after which the next address is tried as well, as RFC 8305 recommends."""
@@ -51,7 +54,7 @@ async def addresses_of(host: str, port: int) -> list[str]:
     Raises:
         OSError: the name cannot be resolved.
     """
-    if family_of(host) is not None:
+    if family_of(host.partition("%")[0]) is not None:  # A zone is no part of the address.
         return [host]
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     families: dict[int, list[str]] = {}
