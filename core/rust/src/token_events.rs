@@ -1,8 +1,8 @@
-//! Events of a response that differ only in a token.
+//! Server-sent events of a response that differ only in a token.
 
 use crate::json_tokens::{MAX_DIGITS, write_token};
 
-/// Makes the events.
+/// The parts that all events of a response have in common.
 #[derive(Debug)]
 pub struct TokenEvents {
     /// The bytes before the token, by its number of digits less one.
@@ -11,7 +11,7 @@ pub struct TokenEvents {
 }
 
 impl TokenEvents {
-    /// Creates them from the bytes before and after the token. They may be chunks of an HTTP response.
+    /// Takes the bytes before and after the token. With `are_chunks`, each event is a chunk of an HTTP/1.1 body.
     pub fn new(before: &[u8], after: &[u8], are_chunks: bool) -> Self {
         let size = |digits| before.len() + digits + after.len();
         let chunk = |digits| if are_chunks { format!("{:x}\r\n", size(digits)) } else { String::new() };

@@ -6,12 +6,10 @@ use std::sync::Arc;
 use crate::hash::Secret;
 use crate::index::tree::ranks::Name;
 use crate::load::active_blocks::{ActiveBlocks, Piece, without_repeats};
+use crate::load::rank_loads::{Key, Load, RankLoads, Row, word};
 use crate::load::time_in_flight::TimeInFlight;
 use crate::load::tombstones::Tombstones;
 use crate::storage::trim_watermark::TrimWatermark;
-
-/// (request_id, attempt, stage)
-pub type Key = (String, i64, i64);
 
 /// The content of a booking request.
 pub struct Request<'a> {
@@ -77,63 +75,6 @@ impl Live {
     }
 }
 
-/// Load of one rank. Sums have 128 bits, so that no numbers of tokens exceed them.
-#[derive(Default)]
-struct Load {
-    shared_blocks: u64,
-    private_blocks: u128,
-    prefill_tokens: u128,
-    sequences: u64,
-    /// Keys in the order in which they were booked.
-    live: BTreeMap<u64, Arc<Key>>,
-    /// Tokens of the prompts to compute, in the order in which they were booked: engines compute the oldest first.
-    prompts: BTreeMap<u64, u64>,
-    /// Seconds at which the oldest was booked, or at which a prompt before or beside it ended.
-    since: f64,
-    /// Most sequences between the last two calls of `most_sequences`, and since the last.
-    peaks: (u64, u64),
-}
-
-impl Load {
-    fn begin_prompt(&mut self, order: u64, tokens: u64, now: f64) {
-        if self.prompts.is_empty() {
-            self.since = now;
-        }
-        self.prompts.insert(order, tokens);
-    }
-
-    fn end_prompt(&mut self, order: u64, now: f64) {
-        if self.prompts.remove(&order).is_some() {
-            self.since = now;
-        }
-    }
-}
-
-/// What a query reads of a load: of thousands of ranks, a cache line each.
-#[derive(Clone, Copy)]
-struct Row {
-    blocks: u128,
-    prefill_tokens: i64,
-    requests: i64,
-    head_prefill_tokens: i64,
-    prefill_requests: i64,
-    head_prefill_since: f64,
-}
-
-impl From<&Load> for Row {
-    fn from(load: &Load) -> Self {
-        let head = load.prompts.first_key_value().map(|(_, tokens)| *tokens);
-        Self {
-            blocks: u128::from(load.shared_blocks) + load.private_blocks,
-            prefill_tokens: word(load.prefill_tokens),
-            requests: load.sequences as i64,
-            head_prefill_tokens: word(u128::from(head.unwrap_or(0))),
-            prefill_requests: load.prompts.len() as i64,
-            head_prefill_since: if head.is_some() { load.since } else { f64::INFINITY },
-        }
-    }
-}
-
 /// Load of all ranks, in order of (worker_id, dp_rank). Sums above 2^63 - 1 are given as 2^63 - 1.
 pub struct Columns {
     /// The same slice as in the previous result, unless the ranks have changed.
@@ -152,9 +93,7 @@ struct Order {
 pub struct Sequences {
     block_size: u64,
     max_bookings: usize,
-    loads: Vec<Load>,
-    /// Of each load.
-    rows: Vec<Row>,
+    loads: RankLoads,
     slots: BTreeMap<Name, u32>,
     free_slots: Vec<u32>,
     /// None if the ranks have changed since they were last read.
@@ -175,8 +114,7 @@ impl Sequences {
             block_size: block_size.max(1),
             // The number of a rank's bookings that use a block has 32 bits.
             max_bookings: max_bookings.min(u32::MAX as usize),
-            loads: Vec::new(),
-            rows: Vec::new(),
+            loads: RankLoads::default(),
             slots: BTreeMap::new(),
             free_slots: Vec::new(),
             order: None,
@@ -210,11 +148,7 @@ impl Sequences {
         if self.slots.contains_key(&rank) {
             return;
         }
-        let slot = self.free_slots.pop().unwrap_or_else(|| {
-            self.loads.push(Load::default());
-            self.rows.push(Row::from(&Load::default()));
-            self.loads.len() as u32 - 1
-        });
+        let slot = self.free_slots.pop().unwrap_or_else(|| self.loads.add());
         self.slots.insert(rank, slot);
         self.order = None;
     }
@@ -224,14 +158,11 @@ impl Sequences {
         let Some(slot) = self.slots.remove(&rank) else { return Vec::new() };
         self.order = None;
         let keys: Vec<Arc<Key>> =
-            self.loads.get(slot as usize).map(|load| load.live.values().cloned().collect()).unwrap_or_default();
+            self.loads.get(slot).map(|load| load.live.values().cloned().collect()).unwrap_or_default();
         for key in &keys {
             self.end(Arc::clone(key), 0.0);
         }
-        if let Some(load) = self.loads.get_mut(slot as usize) {
-            *load = Load::default();
-        }
-        self.refresh(slot);
+        self.loads.change(slot, |load| *load = Load::default());
         self.free_slots.push(slot);
         keys
     }
@@ -246,7 +177,6 @@ impl Sequences {
         if self.bookings.len() >= self.max_bookings {
             return Booked::Full;
         }
-        let Some(load) = self.loads.get_mut(slot as usize) else { return Booked::UnknownRank };
         let shared = match request.blocks {
             Blocks::Shared(hashes) => hashes,
             Blocks::Untracked | Blocks::Unique => &[],
@@ -268,21 +198,22 @@ impl Sequences {
             pieces,
         };
         self.booked += 1;
-        load.shared_blocks += gained;
-        load.private_blocks += live.private_blocks(self.block_size);
-        load.prefill_tokens += u128::from(live.prefill_tokens);
-        load.sequences += live.sequences;
-        if live.prefill_tokens > 0 {
-            load.begin_prompt(live.order, live.prefill_tokens, request.now);
-        }
-        load.peaks.1 = load.peaks.1.max(load.sequences);
-        let booked = Booked::Yes(load.prompts.len());
-        self.time_in_flight.count(self.bookings.len(), request.now);
         let key = Arc::new(request.key);
-        load.live.insert(live.order, Arc::clone(&key));
+        let prompts = self.loads.change(slot, |load| {
+            load.shared_blocks += gained;
+            load.private_blocks += live.private_blocks(self.block_size);
+            load.prefill_tokens += u128::from(live.prefill_tokens);
+            load.sequences += live.sequences;
+            if live.prefill_tokens > 0 {
+                load.begin_prompt(live.order, live.prefill_tokens, request.now);
+            }
+            load.peaks.1 = load.peaks.1.max(load.sequences);
+            load.live.insert(live.order, Arc::clone(&key));
+            load.prompts.len()
+        });
+        self.time_in_flight.count(self.bookings.len(), request.now);
         self.bookings.insert(key, live);
-        self.refresh(slot);
-        booked
+        Booked::Yes(prompts.unwrap_or_default())
     }
 
     /// Returns whether enough entries were removed that free memory should be returned to the system.
@@ -312,11 +243,13 @@ impl Sequences {
 
     /// Returns the most booked sequences of a rank since the call before the last.
     pub fn most_sequences(&mut self, rank: Name) -> u64 {
-        let slot = self.slots.get(&rank).copied();
-        let Some(load) = slot.and_then(|slot| self.loads.get_mut(slot as usize)) else { return 0 };
-        let most = load.peaks.0.max(load.peaks.1).max(load.sequences);
-        load.peaks = (load.peaks.1, load.sequences);
-        most
+        let Some(slot) = self.slots.get(&rank).copied() else { return 0 };
+        let most = self.loads.change(slot, |load| {
+            let most = load.peaks.0.max(load.peaks.1).max(load.sequences);
+            load.peaks = (load.peaks.1, load.sequences);
+            most
+        });
+        most.unwrap_or_default()
     }
 
     /// Returns the mean time from booking to end in seconds; infinite while too few have ended.
@@ -325,19 +258,17 @@ impl Sequences {
     }
 
     fn load_of(&self, rank: Name) -> Option<&Load> {
-        self.slots.get(&rank).and_then(|slot| self.loads.get(*slot as usize))
+        self.slots.get(&rank).and_then(|slot| self.loads.get(*slot))
     }
 
     /// Subtracts the prefill tokens of a booking. Returns whether it is live.
     pub fn prefill_complete(&mut self, key: &Key, now: f64) -> bool {
         let Some(live) = self.bookings.get_mut(key) else { return false };
-        if !std::mem::replace(&mut live.prefilled, true)
-            && let Some(load) = self.loads.get_mut(live.slot as usize)
-        {
-            load.prefill_tokens -= u128::from(live.prefill_tokens);
-            load.end_prompt(live.order, now);
-            let slot = live.slot;
-            self.refresh(slot);
+        if !std::mem::replace(&mut live.prefilled, true) {
+            self.loads.change(live.slot, |load| {
+                load.prefill_tokens -= u128::from(live.prefill_tokens);
+                load.end_prompt(live.order, now);
+            });
         }
         true
     }
@@ -345,14 +276,12 @@ impl Sequences {
     /// Raises a booking's output tokens to `tokens`. Returns whether it is live.
     pub fn output_tokens(&mut self, key: &Key, tokens: u64) -> bool {
         let Some(live) = self.bookings.get_mut(key) else { return false };
-        if tokens > live.output_tokens
-            && let Some(load) = self.loads.get_mut(live.slot as usize)
-        {
-            load.private_blocks -= live.private_blocks(self.block_size);
-            live.output_tokens = tokens;
-            load.private_blocks += live.private_blocks(self.block_size);
-            let slot = live.slot;
-            self.refresh(slot);
+        if tokens > live.output_tokens {
+            self.loads.change(live.slot, |load| {
+                load.private_blocks -= live.private_blocks(self.block_size);
+                live.output_tokens = tokens;
+                load.private_blocks += live.private_blocks(self.block_size);
+            });
         }
         true
     }
@@ -370,7 +299,7 @@ impl Sequences {
         self.freed.put(key);
         let live = live?;
         let lost = self.active.release(&live.pieces, live.slot);
-        if let Some(load) = self.loads.get_mut(live.slot as usize) {
+        self.loads.change(live.slot, |load| {
             load.shared_blocks -= lost;
             load.private_blocks -= live.private_blocks(self.block_size);
             if !live.prefilled {
@@ -379,8 +308,7 @@ impl Sequences {
             }
             load.sequences -= live.sequences;
             load.live.remove(&live.order);
-        }
-        self.refresh(live.slot);
+        });
         if self.bookings.len() * 8 < self.bookings.capacity() {
             self.bookings.shrink_to(self.bookings.len() * 2);
         }
@@ -407,7 +335,7 @@ impl Sequences {
         let rows: Vec<(&Row, u32, u32)> = order
             .slots
             .iter()
-            .filter_map(|slot| Some((self.rows.get(*slot as usize)?, used.get(*slot as usize)?)))
+            .filter_map(|slot| Some((self.loads.row(*slot)?, used.get(*slot as usize)?)))
             .map(|(row, (present, leading))| (row, *present, *leading))
             .collect();
         let mut words = Vec::with_capacity(7 * rows.len());
@@ -422,18 +350,6 @@ impl Sequences {
         words.extend(rows.iter().map(|(row, ..)| row.head_prefill_since.to_ne_bytes()));
         Columns { ranks: Arc::clone(&order.names), words }
     }
-
-    /// Takes over a changed load into its row.
-    fn refresh(&mut self, slot: u32) {
-        if let (Some(row), Some(load)) = (self.rows.get_mut(slot as usize), self.loads.get(slot as usize)) {
-            *row = Row::from(load);
-        }
-    }
-}
-
-/// Converts a sum to 64 bits, saturating.
-fn word(sum: u128) -> i64 {
-    i64::try_from(sum).unwrap_or(i64::MAX)
 }
 
 #[cfg(test)]

@@ -10,7 +10,8 @@ use pyo3::types::{PyBytes, PyTuple};
 use super::buffers;
 use super::exclusive::Exclusive;
 use crate::index::tree::ranks::Name;
-use crate::load::active_sequences::{Blocks, Booked, Key, Request, Sequences};
+use crate::load::active_sequences::{Blocks, Booked, Request, Sequences};
+use crate::load::rank_loads::Key;
 use crate::storage::memory::trim_heap;
 
 /// Number of blocks from which a call releases the GIL: it takes about 20 µs.

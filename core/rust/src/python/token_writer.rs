@@ -1,4 +1,4 @@
-//! Python class that passes single tokens of a worker on to a client.
+//! Python class that writes single tokens of a worker's output to a client.
 
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::intern;
@@ -58,7 +58,7 @@ impl TokenWriter {
         are_chunks: bool,
     ) -> Self {
         let events = TokenEvents::new(before, after, are_chunks);
-        let (latency, taken) = Default::default();
+        let (latency, taken) = (None, Vec::new());
         Self { pending, wake, transport, protocol, events, latency, limit: 0, last_ns: 0, total: 0, taken }
     }
 

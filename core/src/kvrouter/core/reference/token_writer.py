@@ -1,4 +1,4 @@
-"""Passes single tokens of a worker on to a client."""
+"""Writes single tokens of a worker's output to a client."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Client(Protocol):
 
 
 class TokenWriter:
-    """Writes events of one client that differ only in a token, which it takes from a worker's pieces of output.
+    """Writes events of one client that differ only in a token, which it reads from a worker's pieces of output.
 
-    It saves the steps in which other pieces pass. Whoever counts these asks it later which tokens it has taken.
+    Single tokens skip the steps that other pieces pass through. ``taken`` returns them later, to be counted together.
     """
 
     def __init__(
