@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrouter.frontend.metrics import FrontendMetrics
+from kvrouter.runtime.overview.ranks import increase
 from kvrouter.runtime.overview.system import System, name_of
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.scheduler_pb2 import ComponentStatus, ComponentSums, HitCounts
@@ -266,11 +267,6 @@ def _sums(status: ComponentStatus) -> ComponentSums:
 
 def _since(before: dict[_Key, _Counts], now: dict[_Key, _Counts]) -> _Counts:
     nothing: _Counts = (0, 0, 0, 0, 0)
-    total = nothing
-    for key, counts in now.items() - before.items():
-        old = before.get(key, nothing)
-        # The counts of a component that had gone start from 0 again.
-        start = old if all(o <= c for o, c in zip(old, counts, strict=True)) else nothing
-        a, b, c, d, e = (sum_ + new - first for sum_, new, first in zip(total, counts, start, strict=True))
-        total = (a, b, c, d, e)
-    return total
+    increases = [increase(before.get(key, nothing), counts) for key, counts in now.items()]
+    a, b, c, d, e = map(sum, zip(nothing, *increases, strict=True))
+    return a, b, c, d, e

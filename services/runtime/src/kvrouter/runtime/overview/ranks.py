@@ -98,12 +98,17 @@ class HitWindow:
         for key, sums in newest.items():
             if key[2] != component:
                 continue
-            before = oldest.get(key, _NONE)
-            # The totals of a rank that had left start from 0 again.
-            restarted = any(old > new for old, new in zip(before, sums, strict=True))
-            since = sums if restarted else _plus(sums, before, -1)
-            added[key[3]] = _plus(added.get(key[3], _NONE), since)
+            added[key[3]] = _plus(added.get(key[3], _NONE), increase(oldest.get(key, _NONE), sums))
         return added
+
+
+def increase(before: Sequence[int], now: Sequence[int]) -> tuple[int, ...]:
+    """Returns how much counts have grown.
+
+    If one is lower than before, they have started from 0 again, as those of a rank that had left.
+    """
+    restarted = any(old > new for old, new in zip(before, now, strict=True))
+    return tuple(now) if restarted else tuple(new - old for old, new in zip(before, now, strict=True))
 
 
 def _sums(system: System) -> dict[_Key, _Sums]:
@@ -129,8 +134,8 @@ def _of(hit_rates: HitCounts) -> _Sums:
     )
 
 
-def _plus(sums: _Sums, others: _Sums, sign: int = 1) -> _Sums:
-    return tuple(one + sign * other for one, other in zip(sums, others, strict=True))
+def _plus(sums: _Sums, others: _Sums) -> _Sums:
+    return tuple(one + other for one, other in zip(sums, others, strict=True))
 
 
 def _rate(sums: _Sums) -> HitRate:
