@@ -107,7 +107,7 @@ class QueryServer:
                     query = OverlapQuery.parse(
                         await request.read(), by_hash=by_hash, max_prompt_tokens=self.max_prompt_tokens
                     )
-                    found = [(view.descriptor.block_size, await self._find(view, query)) for view in self._views(query)]
+                    found = [(view.block_size, await self._find(view, query)) for view in self._views(query)]
                 finally:
                     self.running -= 1
         except TimeoutError:
@@ -122,21 +122,17 @@ class QueryServer:
             BlockSizeMismatch: the query assumes another block size.
         """
         views = self.directory.components.values()
-        chosen = [
-            view
-            for view in views
-            if view.descriptor.model == query.model and query.group in (ANY_GROUP, view.name.name)
-        ]
+        chosen = [view for view in views if view.model == query.model and query.group in (ANY_GROUP, view.name.name)]
         if not chosen:
-            known = (f"{view.name.name} of {view.descriptor.model}" for view in views)
+            known = (f"{view.name.name} of {view.model}" for view in views)
             raise UnknownComponent(f"{query.group} of {query.model}", known)
         for view in chosen:
-            if query.block_size not in (0, view.descriptor.block_size):
-                raise BlockSizeMismatch(query.block_size, view.descriptor.block_size)
+            if query.block_size not in (0, view.block_size):
+                raise BlockSizeMismatch(query.block_size, view.block_size)
         return chosen
 
     async def _find(self, view: ComponentView, query: OverlapQuery) -> FindMatchesResponse:
-        block_size = view.descriptor.block_size
+        block_size = view.block_size
         hashes = query.local_hashes
         if len(hashes) // HASH_BYTES * block_size > self.max_prompt_tokens:
             raise PromptTooLong(len(hashes) // HASH_BYTES * block_size, self.max_prompt_tokens)
@@ -156,7 +152,7 @@ class QueryServer:
             [
                 worker
                 for view in self.directory.components.values()
-                if model in (None, view.descriptor.model) and group in (ANY_GROUP, view.name.name)
+                if model in (None, view.model) and group in (ANY_GROUP, view.name.name)
                 for worker in _listed(view)
             ]
         )

@@ -73,7 +73,7 @@ class Replica:
         return self.known and all(
             (component := self.components.get(name)) is not None and component.has_compared(view.workers)
             for name, view in self.directory.components.items()
-            if view.descriptor.block_size
+            if view.block_size
         )
 
     async def run(self) -> None:
@@ -96,8 +96,8 @@ class Replica:
         for name in [name for name in self.components if not self._is_same(name, views.get(name))]:
             await self._end(name)
         for name, view in views.items():
-            if name not in self.components and view.descriptor.block_size:
-                log.info("component.found", component_name=str(name), block_size=view.descriptor.block_size)
+            if name not in self.components and view.block_size:
+                log.info("component.found", component_name=str(name), block_size=view.block_size)
                 consumer = None if isinstance(messages, LocalMessages) else DurableConsumer(messages, name, self.id)
                 self.components[name] = ComponentIndex(
                     name,

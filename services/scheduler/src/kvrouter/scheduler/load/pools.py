@@ -47,7 +47,7 @@ class Pool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = view.name
-        self.booked_load = BookedLoad(view.descriptor.block_size, accounting, clock=clock)
+        self.booked_load = BookedLoad(view.block_size, accounting, clock=clock)
         self.reports = LoadReports(report_age_seconds, self.booked_load.most_booked)
         self.cache_hits = CacheHits()
         self.prediction_check = PredictionCheck(clock)
@@ -60,7 +60,7 @@ class Pool:
     def follow(self, view: ComponentView) -> None:
         """Updates the ranks from a view of the registrations."""
         self.view = view
-        self.model = view.descriptor.model
+        self.model = view.model
         """Its model."""
         self.max_model_len = view.descriptor.max_model_len
         """Limit of prompt and output together, tokens; 0 for none."""
@@ -139,14 +139,14 @@ class Pools:
 
     def models(self) -> Collection[str]:
         """Returns the served models."""
-        return {view.descriptor.model for view in self._views()}
+        return {view.model for view in self._views()}
 
     def get(self, name: ComponentName) -> Pool | None:
         """Returns a component by name; None if it is not registered."""
         view, pool = self._directory.components.get(name), self._pools.get(name)
         if pool is not None and view is pool.view:
             return pool
-        return self._current(view) if view is not None and view.descriptor.block_size else None
+        return self._current(view) if view is not None and view.block_size else None
 
     def named(self, namespace: str, name: str) -> Pool:
         """Returns a component by name.
@@ -175,9 +175,7 @@ class Pools:
             component = request.component
             return self.named(component.namespace, component.name)
         serving = [
-            view
-            for view in self._views()
-            if view.descriptor.model == request.model and serves(view.descriptor.role, stage)
+            view for view in self._views() if view.model == request.model and serves(view.descriptor.role, stage)
         ]
         if not serving:
             raise UnknownModel(request.model, self.models())
@@ -189,21 +187,21 @@ class Pools:
             self._current(view)
             for view in self._views()
             if view.descriptor.role == Role.ROLE_PREFILL
-            and view.descriptor.model == decode.model
-            and view.descriptor.block_size == decode.booked_load.block_size
+            and view.model == decode.model
+            and view.block_size == decode.booked_load.block_size
             and view.name.namespace == decode.name.namespace
         )
 
     def _views(self) -> list[ComponentView]:
         # Nothing can be booked in a component without a block size.
-        return [view for view in self._directory.components.values() if view.descriptor.block_size]
+        return [view for view in self._directory.components.values() if view.block_size]
 
     def _current(self, view: ComponentView) -> Pool:
         pool = self._pools.get(view.name)
         if pool is not None and view is pool.view:
             return pool
         # Another block size makes another component; the owners of bookings in the old one free them.
-        if pool is None or pool.booked_load.block_size != view.descriptor.block_size:
+        if pool is None or pool.booked_load.block_size != view.block_size:
             headroom = None if pool is None else pool.headroom
             pool = self._pools[view.name] = Pool(view, self._accounting, self._report_age, headroom=headroom)
         else:

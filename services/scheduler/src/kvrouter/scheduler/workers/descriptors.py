@@ -41,4 +41,4 @@ async def _write(etcd: EtcdAccess, views: list[ComponentView]) -> None:
                 failure=[],
             )
             if written:
-                log.info("descriptor.written", component_name=str(view.name), model=view.descriptor.model)
+                log.info("descriptor.written", component_name=str(view.name), model=view.model)
