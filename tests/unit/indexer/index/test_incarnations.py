@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 from hypothesis import given, strategies as st
+from kvrouter.core import PrefixIndex
 from kvrouter.indexer.index.incarnations import Incarnations, Verdict
+from kvrouter.indexer.index.state import IndexState
+
+from tests.unit.indexer.index.policy import Policy
 
 RANK = (1, 0)
 LARGEST = (1 << 64) - 1
@@ -82,3 +86,12 @@ def test_only_the_registration_or_the_worker_changes_the_incarnation(
             assert known.current(RANK) == (answered if answered is not None else registered)
             assert known.judge(RANK, known.current(RANK) or 0, indexed) == Verdict.APPLY, "the worker is never fenced"
         assert len(known.claims(RANK)) <= 16
+
+
+async def test_a_registered_rank_begins_when_its_worker_is_asked() -> None:
+    index = IndexState("ns/decode", 4, PrefixIndex(), Policy())
+    assert (await index.repair.begin_repair(RANK)).cursor is None
+    index.events.incarnations.register({RANK: 5})
+    start = await index.repair.begin_repair(RANK)
+    assert (start.cursor, start.is_partial) == ((5, 0), False)
+    assert not index.known.view(RANK).verified

@@ -387,15 +387,6 @@ async def test_a_batch_that_claims_a_later_incarnation_empties_no_rank() -> None
     assert index.known.view(RANK).verified
 
 
-async def test_a_registered_rank_begins_when_its_worker_is_asked() -> None:
-    index = state()
-    assert (await index.repair.begin_repair(RANK)).cursor is None
-    index.events.incarnations.register({RANK: 5})
-    start = await index.repair.begin_repair(RANK)
-    assert (start.cursor, start.is_partial) == ((5, 0), False)
-    assert not index.known.view(RANK).verified
-
-
 async def test_the_workers_state_replaces_a_rank_of_a_later_incarnation() -> None:
     index, worker = state(), state()
     index.events.apply([message(stored(0, [1], [11]), incarnation=(1 << 64) - 1)])
