@@ -25,7 +25,7 @@ DEFAULT_TTL_SECONDS = 10
 _READ_TOGETHER = 64
 """Keys per read; etcd takes at most 128 operations by default."""
 _WRITTEN_TOGETHER = 32
-"""Keys written at the same time: one by one, each takes this process and etcd three times as long."""
+"""Keys written at the same time. Written one by one, each costs this process and etcd three times the CPU."""
 
 
 class KeyTaken(Exception):
@@ -210,7 +210,7 @@ class LeasedKeys:
                 return
             together = changed[first : first + _WRITTEN_TOGETHER]
             writes = (self._put_own(client, key, desired[key]) for key in together)
-            # Each is awaited: one that went on after the failure of another might replace a later value.
+            # All are awaited, also if one fails: a write that continues could replace a later value.
             for error in await asyncio.gather(*writes, return_exceptions=True):
                 if error is not None:
                     raise error

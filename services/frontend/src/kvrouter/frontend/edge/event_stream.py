@@ -54,7 +54,7 @@ class StepWriter:
 
     def __init__(self) -> None:
         self.pending: dict[asyncio.Transport, list[bytes]] = {}
-        """What is collected, by client. It is emptied in place, so that others may add to it."""
+        """What is collected, by client. Token writers add to the same dict, so it is never replaced."""
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
         """Writes data to a client when this step ends, or with the next ``flush``."""
@@ -63,7 +63,7 @@ class StepWriter:
         self.pending.setdefault(transport, []).append(data)
 
     def wake(self) -> None:
-        """Has everything written when this step ends. To be called when something is the first to be collected."""
+        """Schedules a flush for the end of this step. To be called before the first write of a step."""
         asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
@@ -196,7 +196,7 @@ class EventStream(WrittenResponse):
         self._writer.write(self._transport, text)
 
     def token_writer(self, before: bytes, after: bytes) -> TokenWriter:
-        """Returns a writer of events differing only in a token.
+        """Returns a writer of events that differ only in a token.
 
         Args:
             before: The data before the token, without a line break.
@@ -206,7 +206,7 @@ class EventStream(WrittenResponse):
             RuntimeError: the response has not begun.
         """
         if not self.begun or self._transport is None:
-            raise RuntimeError("expected a response that has begun, since a token writer's events follow its head")
+            raise RuntimeError("expected a response that has begun: events of a token writer follow its head")
         return TokenWriter(
             self._writer.pending,
             self._writer.wake,

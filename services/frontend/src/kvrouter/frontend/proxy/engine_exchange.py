@@ -113,7 +113,7 @@ class EngineAnswer(Struct, eq=False):
             self._pass, self._client = take, client
 
     def arrived(self, size: int) -> bool:
-        """Takes the parts that a read of ``size`` bytes added, and passes them on at once if ``pass_on`` waits for it.
+        """Takes the parts that a read of ``size`` bytes added. Passes them on at once if ``pass_on`` waits for them.
 
         Returns False if too much is unread.
         """
@@ -159,7 +159,7 @@ class EngineConnection(asyncio.Protocol):
     """A connection with one request at a time."""
 
     def __init__(self, server: Origin) -> None:
-        """Creates it, to a server."""
+        """Creates a connection to a server."""
         self.server = server
         self.idle_since = 0.0
         """When it became idle, seconds of the loop's clock."""
@@ -175,11 +175,11 @@ class EngineConnection(asyncio.Protocol):
         """Done when the head of the response has arrived; None while the connection is idle."""
         self._answer: EngineAnswer | None = None
         self._late_at: float | None = None
-        """When the response is late, seconds of the loop's clock; None for never."""
+        """Deadline of the response, seconds of the loop's clock; None for none."""
         self._timer: asyncio.TimerHandle | None = None
-        """Checks that. It outlives an exchange, because a timer for each would cost more than a check in vain."""
+        """Calls ``_check_time``. It stays set between exchanges: a timer for each costs more than a call in vain."""
         self._checks_at = math.inf
-        """When it does, in such seconds. Its own time is rounded."""
+        """When the timer is due, seconds of the loop's clock. The timer itself rounds that."""
         self._reason = b""
         self._headers: CIMultiDict[str] = CIMultiDict()
         self._head_bytes = 0
@@ -219,7 +219,7 @@ class EngineConnection(asyncio.Protocol):
         return answered
 
     def holds(self, answer: EngineAnswer) -> bool:
-        """Returns whether a response is that of its exchange, which was not ended."""
+        """Returns whether a response belongs to the exchange that is under way."""
         return self._answer is answer
 
     def end(self) -> bool:
@@ -326,7 +326,7 @@ class EngineConnection(asyncio.Protocol):
         self.close()
 
     def _check_time(self) -> None:
-        """Fails a late exchange, or looks again when it is late."""
+        """Fails the exchange if its deadline has passed, and otherwise sets the timer to it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -334,7 +334,7 @@ class EngineConnection(asyncio.Protocol):
         if self._late_at is None:
             return
         left = self._late_at - self._loop.time()
-        if left < _TIMER_SECONDS:  # A shorter one would check again and again until then.
+        if left < _TIMER_SECONDS:  # A timer for less would be due at once, again and again.
             self._fail(late())
             return
         self._timer = self._loop.call_later(left, self._check_time)

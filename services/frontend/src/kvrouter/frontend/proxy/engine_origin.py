@@ -10,7 +10,7 @@ from msgspec import Struct
 
 
 class Origin(Struct, frozen=True, cache_hash=True):
-    """The server of a URL. Equal ones share their connections."""
+    """The server of a URL. URLs with equal origins share connections."""
 
     host: str
     port: int

@@ -49,7 +49,7 @@ TRANSLATED: Mapping[str, type[TranslatedRequest]] = {kind.path: kind for kind in
 
 
 class RoutedBody(msgspec.Struct):
-    """The parts of a request body deciding where it goes. The request's own: changed in place until it is forwarded."""
+    """The parts of a request body that decide where it goes. They change in place until the request is forwarded."""
 
     model: str
     """Name of the model or LoRA adapter; empty if the body names none."""
@@ -103,7 +103,7 @@ class RoutedBody(msgspec.Struct):
         return not self.is_tokenized or bool(self.media)
 
     def choose(self, model: str, headers: Mapping[str, str], conversation: str, pool: str = "") -> None:
-        """Takes the model and pool chosen for it, the rank in its headers, and its conversation.
+        """Sets the model and pool chosen for the request, the rank in its headers, and its conversation.
 
         Raises:
             BadRequest: the rank is not a number.
@@ -233,7 +233,7 @@ class RoutedBody(msgspec.Struct):
         return work.read(parse, body)
 
     async def tokenize(self, texts: TextModels, model: str, *, max_prompt_tokens: int) -> None:
-        """Takes the tokens of its prompt, as far as they can be known here. Checks those the body lists.
+        """Sets the tokens of the prompt, as far as they can be known here. Checks those that the body lists.
 
         Args:
             texts: Tokenizers of the served models.

@@ -40,7 +40,7 @@ class OutputReceiver(Protocol):
         """Receives where the request runs, at the start of each attempt."""
 
     def output(self, output: Output) -> TokenWriter | None:
-        """Receives a piece of the output. Returns a writer that may take further ones in its place, if there is one."""
+        """Receives a piece of the output. May return a writer, which then takes single tokens instead."""
 
 
 _BROKEN_OFF = (FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR)
@@ -97,7 +97,7 @@ class Progress(msgspec.Struct, eq=False):
     """Returns the time since a prefill worker computed the prompt, microseconds, if known. None if the worker computes
     it."""
     output_tokens: int = 0
-    """Output tokens of this attempt, without those that a token writer has taken and not told yet."""
+    """Output tokens of this attempt. Those that a token writer takes are added by ``written``."""
     cached_tokens: int | None = None
     """Prompt tokens the worker found cached; None while it has not said so."""
     lower_cached_tokens: LowerTiers | None = None
@@ -116,7 +116,7 @@ class Progress(msgspec.Struct, eq=False):
     def pass_on(self, output: Output) -> TokenWriter | None:
         """Passes a piece of the output on. May run for every token, so it defers most work to full blocks.
 
-        Returns a writer that may take the tokens of the current block, which ``written`` counts.
+        May return a writer for the further tokens of the current block, which ``written`` counts.
         """
         tokens = output.tokens
         if tokens:
@@ -145,7 +145,10 @@ class Progress(msgspec.Struct, eq=False):
         return writer
 
     def written(self, tokens: bytes, last_ns: int) -> None:
-        """Counts packed tokens that a writer has taken, the last one at a time by ``time.perf_counter_ns``."""
+        """Counts packed tokens that a writer has taken.
+
+        ``last_ns``: time of the last one, by ``time.perf_counter_ns``.
+        """
         self.output_tokens += len(tokens) // TOKEN_BYTES
         self.last_output_ns = last_ns
         if self.kept is not None:

@@ -59,7 +59,7 @@ class Dispatch(msgspec.Struct, eq=False):
     on_output: Callable[[Output], TokenWriter | None]
     """Called with each piece; the last one has a finish reason. An exception from it ends the attempt.
 
-    It may return a writer, which then takes the pieces that it can.
+    It may return a writer, to which the following pieces are offered first.
     """
     deadline: Deadline
     may_leave: Callable[[str], bool]
@@ -68,8 +68,8 @@ class Dispatch(msgspec.Struct, eq=False):
     stays_a_probe: bool = False
     """Whether to wait for one more missed probe before leaving a worker that does not answer."""
     on_written: Callable[[bytes, int], None] = lambda _tokens, _last_ns: None
-    """Called with packed tokens that the writer has taken, and the time of the last one, before the next piece passes
-    or the attempt ends."""
+    """Called with the packed tokens that the writer has taken, and the time of the last one: before a piece passes that
+    the writer does not take, and before the attempt ends."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -113,10 +113,10 @@ class WorkerAttempt:
         self._left = self._max_tokens
         """Tokens that may yet arrive, whether or not the worker keeps to the limit.
 
-        Those that the token writer has taken and not told yet are among them.
+        ``_settle`` subtracts those that the token writer has taken.
         """
         self._token_writer: TokenWriter | None = None
-        """Takes pieces while they are single tokens and nothing else is to be done."""
+        """Takes the pieces that have a single token and nothing else."""
         self.unattributed: WorkerFailure | None = None
         """Its failure, if it may not be its worker's fault."""
         self._missed_to_leave = 0
@@ -278,7 +278,7 @@ class WorkerAttempt:
                 self._token_writer = writer
 
     def _settle(self) -> None:
-        """Counts the tokens that the writer has taken, and leaves further pieces to others."""
+        """Counts the tokens that the writer has taken, and stops offering pieces to it."""
         writer, self._token_writer = self._token_writer, None
         if writer is not None and (tokens := writer.taken()):
             self._left -= len(tokens) // TOKEN_BYTES

@@ -110,7 +110,7 @@ class ComponentView:
 
     @cached_property
     def model(self) -> str:
-        """Name of its model. To read a message takes many times as long."""
+        """Name of its model. Reading it from the message takes many times as long."""
         return self.descriptor.model
 
     @cached_property
@@ -120,7 +120,7 @@ class ComponentView:
 
     @cached_property
     def routing_base(self) -> RoutingRequest:
-        """What all requests to its Scheduler have in common, to be copied, never changed."""
+        """The fields that all routing requests to the component have in common. Copy it, never change it."""
         return RoutingRequest(component=self.descriptor.component, block_size=self.block_size)
 
     @cached_property

@@ -62,12 +62,12 @@ def new_registry() -> CollectorRegistry:
 
 
 Exposition = tuple[bytes, float]
-"""All metrics as Prometheus text, and the CPU time that it took, seconds."""
+"""All metrics as Prometheus text, and the CPU time to write it, seconds."""
 
 
 @dataclass(frozen=True)
 class _Collected(Collector):
-    """Metrics that were collected before."""
+    """Collected metrics, in the form that ``generate_latest`` takes."""
 
     metrics: Sequence[Metric]
 
@@ -85,7 +85,7 @@ def ops_application(registry: CollectorRegistry, health: HealthBoard) -> web.App
     """Returns the application with ``/metrics``, ``/health`` (always 200) and ``/ready`` (200, or 503 if not ready)."""
 
     async def exposition() -> Exposition:
-        # Collected here, since series change on the event loop. To write those of thousands of ranks takes longer.
+        # Collected on the event loop, where series change. Written in a thread, which takes several times as long.
         began = time.thread_time()
         collected = _Collected(list(registry.collect()))
         seconds = time.thread_time() - began
@@ -165,7 +165,7 @@ class MetricsHandler:
     """Handles requests for metrics with the newest exposition."""
 
     def __init__(self, exposition: Callable[[], Awaitable[Exposition]]) -> None:
-        """``exposition`` makes a new one."""
+        """``exposition`` collects and writes all metrics."""
         self._exposition = exposition
         self._newest = b""
         self._time = TokenBucket(_SHARE, _BURST_SECONDS)
