@@ -63,7 +63,11 @@ async def test_the_predicted_overlap_is_what_the_worker_finds_cached(tmp_path: P
     requests += scattered_prompts(len(requests))
     requests += whole_block_prompts(len(requests))
     blocks = 2048  # 32,768 tokens: a few prompts, so that blocks are evicted all the time
-    options = StackOptions(tmp_path, tmp_path, workers=3, blocks=blocks, block_size=BLOCK_SIZE, clock=50.0)
+    config = tmp_path / "scheduler.toml"
+    config.write_text("indexer-timeout-ms = 20000\n")  # an Indexer that is there answers, however busy the machine
+    options = StackOptions(
+        tmp_path, tmp_path, workers=3, blocks=blocks, block_size=BLOCK_SIZE, clock=50.0, scheduler_config=config
+    )
     async with (
         running_stack(options) as stack,
         open_channel(stack.frontend) as to_frontend,
