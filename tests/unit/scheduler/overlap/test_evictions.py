@@ -65,6 +65,19 @@ def test_the_share_found_is_the_chance_of_reuse_while_evictions_show_a_full_cach
     assert check.reuse_chance(ONE, 560.0) == check.reuse_chance(TWO, 0.0) == 0
 
 
+def test_a_rank_that_finds_little_has_the_chance_of_the_others() -> None:
+    # With a chance of its own it would be the cheapest to evict from, get every new prompt, and find ever less.
+    check = EvictionCheck()
+    for number in range(500):
+        check.begin(key(number), TWO, number, number - 1.0, 100)
+        check.end(key(number), TWO, 100, 125)
+        missed(check, number, number - 1.0, 0)
+    check.limit(ONE, 900, 560.0)
+    check.limit(TWO, 900, 560.0)
+    assert check.reuse_chance(ONE, 559.0) == check.reuse_chance(TWO, 559.0)
+    assert 0.35 < check.reuse_chance(ONE, 559.0) < 0.45, "100 of 250 tokens"
+
+
 def test_a_prefix_may_not_be_computed_while_another_request_with_it_runs() -> None:
     check = EvictionCheck()
     check.begin(key(10), ONE, 10.0, None, 0)

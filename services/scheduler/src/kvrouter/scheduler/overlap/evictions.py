@@ -25,7 +25,7 @@ _MISSES = 2
 """Requests of a rank that must miss their prefixes, with no contradiction between them."""
 
 _REUSE_STEP = 1 / 64
-"""Correction of a rank's share of cached tokens by one request."""
+"""Correction of the share of cached tokens by one request."""
 
 
 class _Expected(msgspec.Struct, frozen=True):
@@ -47,8 +47,6 @@ class _Running:
     """Most recent last use of their prefixes, seconds."""
     found_use: float = math.inf
     """Least recent last use of the prefixes found since the first of them, seconds."""
-    reused: float = 0.0
-    """Share of the tokens of recent prompts that the rank found in its cache."""
     most_tokens: int = 0
     """Number of tokens that the rank holds at most, until ``limited_until``."""
     limited_until: float = -math.inf
@@ -61,6 +59,8 @@ class EvictionCheck:
     def __init__(self) -> None:
         """Starts without ranks."""
         self._ranks: dict[Rank, _Running] = {}
+        self._reused = 0.0
+        """Share of the tokens of recent prompts that were found in caches."""
 
     def begin(self, key: Key, rank: Rank, now: float, last_use: float | None, tokens: int) -> None:
         """Adds a request.
@@ -92,7 +92,7 @@ class EvictionCheck:
         expected = None if running is None else running.requests.pop(key, None)
         if running is None or expected is None or cached_tokens is None:
             return None
-        running.reused += (min(cached_tokens / prompt_tokens, 1.0) - running.reused) * _REUSE_STEP
+        self._reused += (min(cached_tokens / prompt_tokens, 1.0) - self._reused) * _REUSE_STEP
         if expected.tokens < _FOUND_SHARE * cached_tokens:
             running.most_tokens += cached_tokens - expected.tokens
         if expected.last_use is None:
@@ -127,10 +127,11 @@ class EvictionCheck:
     def reuse_chance(self, rank: Rank, now: float) -> float:
         """Returns the chance that a block of a rank is used again; 0 if no eviction shows that its cache is full.
 
-        Each use of a block is followed by another one with the share of uses that find it. ``now``: seconds.
+        Each use of a block is followed by another one with the share of uses that find it, on any rank: a rank that
+        evicts blocks before their next use finds few, and would seem the best to evict more from. ``now``: seconds.
         """
         running = self._ranks.get(rank)
-        return running.reused if running is not None and now < running.limited_until else 0.0
+        return self._reused if running is not None and now < running.limited_until else 0.0
 
     def move(self, key: Key) -> None:
         """Removes a request whose rank changes."""
