@@ -5,6 +5,7 @@
 #![cfg_attr(not(feature = "python"), allow(dead_code))]
 
 mod calls;
+mod event_chunks;
 pub mod fair_lock;
 mod grpc;
 pub mod hash;

@@ -88,8 +88,8 @@ def test_tokens_taken_are_returned_once_and_packed() -> None:
     case.step("begin", 2)
     for token in (7, 4_000_000_000):
         assert case.step("take", GenerateOutput(token_ids=[token]))
-    assert case.step("taken", None) == (7).to_bytes(4, "little") + (4_000_000_000).to_bytes(4, "little")
-    assert case.step("taken", None) == b""
+    assert case.step("taken", None) == (2, (7).to_bytes(4, "little") + (4_000_000_000).to_bytes(4, "little"))
+    assert case.step("taken", None) == (0, b"")
 
 
 def test_the_time_is_that_of_the_caller_s_clock() -> None:

@@ -3,6 +3,7 @@
 mod buffers;
 mod cache_recency;
 mod calls;
+mod chunk_writer;
 mod dump;
 mod event_batch;
 mod event_recorder;
@@ -35,6 +36,7 @@ mod _native {
     use super::{
         cache_recency::CacheRecency,
         calls::{read_calls, read_responses, write_calls, write_responses},
+        chunk_writer::ChunkWriter,
         event_batch::EventBatch,
         event_recorder::EventRecorder,
         forecast::ForecastModel,

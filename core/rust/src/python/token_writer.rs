@@ -7,6 +7,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use super::observations::Observations;
+use crate::hash::TOKEN_BYTES;
 use crate::outputs;
 use crate::token_events::TokenEvents;
 
@@ -83,8 +84,8 @@ impl TokenWriter {
         Ok(true)
     }
 
-    fn taken<'py>(&mut self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        let taken = PyBytes::new(py, &self.taken);
+    fn taken<'py>(&mut self, py: Python<'py>) -> (usize, Bound<'py, PyBytes>) {
+        let taken = (self.taken.len() / TOKEN_BYTES, PyBytes::new(py, &self.taken));
         self.taken.clear();
         taken
     }
@@ -98,7 +99,7 @@ impl TokenWriter {
 }
 
 /// Returns the time by Python's clock, which callers measure with too.
-fn clock_ns(py: Python<'_>) -> PyResult<i64> {
+pub fn clock_ns(py: Python<'_>) -> PyResult<i64> {
     static CLOCK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     CLOCK.import(py, "time", "perf_counter_ns")?.call0()?.extract()
 }

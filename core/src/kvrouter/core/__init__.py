@@ -103,6 +103,7 @@ __all__ = [
     "CacheRecency",
     "CachedRank",
     "Call",
+    "ChunkWriter",
     "EventBatch",
     "EventRecorder",
     "IndexStats",

@@ -10,14 +10,12 @@ from typing import Any, cast
 
 from aiohttp import HttpVersion11, web
 from hypothesis import given, strategies as st
-from kvrouter.core import TokenWriter
 from kvrouter.frontend.edge.completion_request import parse_completion
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
 from kvrouter.frontend.edge.frame import ResponseFrame
 from kvrouter.frontend.edge.text_responses import CompletionStream
 from kvrouter.frontend.generate_request import StopRules
 from kvrouter.frontend.metrics import FrontendMetrics
-from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.request.progress import KeptOutput, Progress
 from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates, LiveBooking
@@ -26,7 +24,7 @@ from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import BackOff
-from kvrouter.frontend.workers.output import Output
+from kvrouter.frontend.workers.output import Output, OutputWriter
 from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey, Rank
@@ -153,14 +151,14 @@ class _Case:
         self.attempts.append(self.progress)
         self.attempt.start(lambda _: SimpleNamespace(cancel=lambda: None))
 
-    def _on_output(self, output: Output) -> TokenWriter | None:
+    def _on_output(self, output: Output) -> OutputWriter | None:
         writer = self.progress.pass_on(output)
         return writer if self._has_writer else None
 
-    def _on_written(self, tokens: bytes, last_ns: int) -> None:
+    def _on_written(self, tokens: int, token_ids: bytes, last_ns: int) -> None:
         assert self._has_writer
-        self.taken.append(len(tokens) // TOKEN_BYTES)
-        self.progress.written(tokens, last_ns)
+        self.taken.append(tokens)
+        self.progress.written(tokens, token_ids, last_ns)
 
     async def run(self, steps: list[GenerateOutput | str]) -> None:
         """Takes steps, until the request has no further attempt."""

@@ -6,6 +6,7 @@ Randomized tests compare the Rust core with it. It also runs on machines without
 from kvrouter.core.reference.active_sequences import ActiveSequences
 from kvrouter.core.reference.cache_recency import CacheRecency
 from kvrouter.core.reference.calls import read_calls, read_responses, write_calls, write_responses
+from kvrouter.core.reference.chunk_writer import ChunkWriter
 from kvrouter.core.reference.event_batch import EventBatch
 from kvrouter.core.reference.event_recorder import EventRecorder
 from kvrouter.core.reference.grpc import read_messages
@@ -30,6 +31,7 @@ from kvrouter.core.reference.vocabulary import first_token_outside
 __all__ = [
     "ActiveSequences",
     "CacheRecency",
+    "ChunkWriter",
     "EventBatch",
     "EventRecorder",
     "LatencyCalibration",

@@ -94,10 +94,10 @@ class TokenWriter:
         self._taken.extend(token_ids)
         return True
 
-    def taken(self) -> bytes:
-        """Returns the tokens taken since it was last asked, as packed little-endian u32."""
-        taken, self._taken = self._taken.tobytes(), array("I")
-        return taken
+    def taken(self) -> tuple[int, bytes]:
+        """Returns the number of tokens taken since it was last asked, and the tokens as packed little-endian u32."""
+        taken, self._taken = self._taken, array("I")
+        return len(taken), taken.tobytes()
 
     def _write(self, token: int) -> None:
         event = b"%b%d%b" % (self._before, token, self._after)

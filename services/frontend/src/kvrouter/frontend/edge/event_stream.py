@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
-from kvrouter.core import TokenWriter
+from kvrouter.core import ChunkWriter, TokenWriter
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
 from kvrouter.v1.errors import TooLarge
 
@@ -216,6 +216,12 @@ class EventStream(WrittenResponse):
             after + _AFTER_DATA,
             are_chunks=self._chunked,
         )
+
+    def chunk_writer(self) -> ChunkWriter | None:
+        """Returns a writer of chunks that are framed already; None if the response has not begun, or has no chunks."""
+        if not (self.begun and self._chunked) or self._transport is None:
+            return None
+        return ChunkWriter(self._writer.pending, self._transport, self._protocol)
 
     def end(self, *, close: bool = False) -> None:
         """Ends the response; with ``close`` also the connection, once the client has read the rest."""

@@ -25,9 +25,12 @@ _MAX_UNREAD_BYTES = 256 << 10
 """Bytes of a body that wait to be taken. No more are read meanwhile."""
 _PART_US = 60
 """CPU time to pass a part of a response on, microseconds."""
+_CHUNKS_US = 30
+"""CPU time to pass chunks on as they are, microseconds."""
 _BYTES_PER_US = 50
 _TIMER_SECONDS = 0.001
 """Resolution of timers: those of uvloop count whole milliseconds."""
+_END_OF_EVENTS = b"\n\n"
 _FIRST_FINAL = 200
 _NO_BODY = frozenset({204, 304})
 
@@ -59,6 +62,7 @@ class EngineAnswer(Struct, eq=False):
     _pass: Callable[[bytes], None] | None = None
     """Passes on a part in the step in which it arrives."""
     _client: EventStream | None = None
+    _offer: Callable[[bytes], bool] | None = None
 
     def __repr__(self) -> str:
         """Returns the status only, without the body."""
@@ -99,8 +103,19 @@ class EngineAnswer(Struct, eq=False):
             body += part
         return bytes(body[:most])
 
-    async def pass_on(self, take: Callable[[bytes], None], client: EventStream | None) -> None:
+    async def pass_on(
+        self,
+        take: Callable[[bytes], None],
+        client: EventStream | None,
+        offer: Callable[[bytes], bool] | None = None,
+    ) -> None:
         """Passes on the parts of the body until its end, each in the step in which it arrives while the client reads.
+
+        Args:
+            take: Takes a part.
+            client: The client; None for one that always reads.
+            offer: Takes whole chunks, as they are, between parts that end with whole events, or returns False: then
+                ``take`` gets what is in them.
 
         Raises:
             EngineFailed, DependencyAway, DeadlineExceeded: as for ``part``.
@@ -110,7 +125,7 @@ class EngineAnswer(Struct, eq=False):
             take(part)
             if client is not None and client.is_full:
                 await client.drain()
-            self._pass, self._client = take, client
+            self._pass, self._client, self._offer = take, client, offer
 
     def arrived(self, size: int) -> bool:
         """Takes the parts that a read of ``size`` bytes added. Passes them on at once if ``pass_on`` waits for them.
@@ -125,11 +140,15 @@ class EngineAnswer(Struct, eq=False):
         if self._pass is None or is_full or not self._budget.take(_PART_US + unread_bytes // _BYTES_PER_US):
             waiting.set_result(None)  # A task must take them.
             return unread_bytes <= _MAX_UNREAD_BYTES
+        part = self._taken()
         try:
-            self._pass(self._taken())
+            self._pass(part)
         except Exception as error:
             if not waiting.done():
                 waiting.set_exception(error)
+        else:
+            if part.endswith(_END_OF_EVENTS):
+                self.connection.offer_chunks(self._offer)
         return True
 
     def _taken(self) -> bytes:
@@ -189,6 +208,9 @@ class EngineConnection(asyncio.Protocol):
         self._keeps_connection = False
         """Whether the engine keeps the connection after this response."""
         self._is_paused = False
+        self._is_between_chunks = False
+        self._offer: Callable[[bytes], bool] | None = None
+        """Takes chunks that the parser does not get then; None while it must get what comes."""
 
     @property
     def is_open(self) -> bool:
@@ -208,6 +230,7 @@ class EngineConnection(asyncio.Protocol):
         """
         self._answered = answered = self._loop.create_future()
         self._answer, self._head_bytes, self._is_complete, self._ends_with_connection = None, 0, False, False
+        self._is_between_chunks = False
         if self._transport is None:
             self._fail(EngineFailed("its OpenAI API broke the connection: closed without a response"))
             return answered
@@ -224,7 +247,7 @@ class EngineConnection(asyncio.Protocol):
 
     def end(self) -> bool:
         """Ends the exchange. Returns whether the connection can serve another request; otherwise it is closed."""
-        self._answered = self._answer = None
+        self._answered = self._answer = self._offer = None
         self._body.clear()
         self._late_at = None
         if self._is_complete and self._keeps_connection and self._transport is not None:
@@ -246,6 +269,11 @@ class EngineConnection(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
 
+    def offer_chunks(self, offer: Callable[[bytes], bool] | None) -> None:
+        """Offers the following chunks until one is not taken, if the parser is between two chunks."""
+        if self._is_between_chunks:
+            self._offer = offer
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Takes the transport."""
         self._transport = cast(asyncio.Transport, transport)
@@ -255,6 +283,11 @@ class EngineConnection(asyncio.Protocol):
         if self._answered is None or self._is_complete:
             self.close()  # Nobody has asked.
             return
+        if self._offer is not None:
+            cost_us = _CHUNKS_US + len(data) // _BYTES_PER_US
+            if self._budget.take(cost_us) and self._offer(data):
+                return
+            self._offer = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, UnicodeDecodeError) as error:
@@ -308,6 +341,14 @@ class EngineConnection(asyncio.Protocol):
         self._answer = EngineAnswer(status, reason, headers, self._body, self, self._budget)
         self._reason = b""
         self._answered.set_result(self._answer)
+
+    def on_chunk_header(self) -> None:
+        """Takes the beginning of a chunk."""
+        self._is_between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        """Takes the end of a chunk."""
+        self._is_between_chunks = True
 
     def on_message_complete(self) -> None:
         """Takes the end of the body."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from kvrouter.core import ChunkWriter
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE, EventStream, StepWriter
 from kvrouter.frontend.edge.frame import ResponseFrame, routing_headers
 from kvrouter.frontend.edge.http_errors import error_event, shaped_error
@@ -32,6 +33,7 @@ class ForwardedResponse:
         """Headers the response has besides the engine's."""
         self.stream: EventStream | None = None
         """The response as aiohttp gets it; None until an engine answers."""
+        self._chunk_writer: ChunkWriter | None = None
         self._request = request
         self._writer = writer
         self._routed_on = routed_on
@@ -51,11 +53,18 @@ class ForwardedResponse:
         """Takes the head of an engine's response. It is written with the first byte."""
         headers = {**headers, **self.headers, **cross_origin_headers(self._request)}
         self.stream = EventStream(self._request, self._writer, status=status, reason=reason, headers=headers)
+        self._chunk_writer = None
 
-    def output(self, output: Output) -> None:
-        """Writes a piece."""
-        if self.stream is not None and output.raw:
-            self.stream.write_bytes(output.raw)
+    def output(self, output: Output) -> ChunkWriter | None:
+        """Writes a piece. Returns the writer of further chunks of a stream, if the client gets any."""
+        stream = self.stream
+        if stream is None:
+            return None
+        if output.raw:
+            stream.write_bytes(output.raw)
+        if self._chunk_writer is None and stream.is_events:
+            self._chunk_writer = stream.chunk_writer()
+        return self._chunk_writer
 
     async def drain(self) -> None:
         """Returns when the client has read most of the response.

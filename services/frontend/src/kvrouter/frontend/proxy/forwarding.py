@@ -335,7 +335,11 @@ class EngineCalls:
         def take(part: bytes) -> None:
             receiver.take(Output(count_tokens(part), (), response.take(part)))
 
-        await answer.pass_on(take, self._response.stream)
+        def offer_shown(chunks: bytes) -> bool:
+            return not quotes_internal(chunks) and receiver.offer(chunks)
+
+        offer = offer_shown if self._is_authenticated else receiver.offer
+        await answer.pass_on(take, self._response.stream, offer)
         return DetailedOutput(raw=response.take(b"", ends=True))
 
     async def _pass_whole(

@@ -9,14 +9,12 @@ from itertools import chain
 from typing import Protocol
 
 import msgspec
-from kvrouter.core import TokenWriter
 from kvrouter.frontend.metrics import ModelMetrics
-from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
-from kvrouter.frontend.workers.output import DetailedOutput, Output
+from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputWriter
 from kvrouter.runtime.tracing import Kind, Span, span
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.texts import rank_text
@@ -39,8 +37,8 @@ class OutputReceiver(Protocol):
     def routed(self, routing: Routed) -> None:
         """Receives where the request runs, at the start of each attempt."""
 
-    def output(self, output: Output) -> TokenWriter | None:
-        """Receives a piece of the output. May return a writer, which then takes single tokens instead."""
+    def output(self, output: Output) -> OutputWriter | None:
+        """Receives a piece of the output. May return a writer, which then takes usual pieces instead."""
 
 
 _BROKEN_OFF = (FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR)
@@ -97,7 +95,7 @@ class Progress(msgspec.Struct, eq=False):
     """Returns the time since a prefill worker computed the prompt, microseconds, if known. None if the worker computes
     it."""
     output_tokens: int = 0
-    """Output tokens of this attempt. Those that a token writer takes are added by ``written``."""
+    """Output tokens of this attempt. Those that a writer takes are added by ``written``."""
     cached_tokens: int | None = None
     """Prompt tokens the worker found cached; None while it has not said so."""
     lower_cached_tokens: LowerTiers | None = None
@@ -113,7 +111,7 @@ class Progress(msgspec.Struct, eq=False):
     counted_tokens: int = 0
     """Output tokens the metric includes."""
 
-    def pass_on(self, output: Output) -> TokenWriter | None:
+    def pass_on(self, output: Output) -> OutputWriter | None:
         """Passes a piece of the output on. May run for every token, so it defers most work to full blocks.
 
         May return a writer for the further tokens of the current block, which ``written`` counts.
@@ -144,15 +142,15 @@ class Progress(msgspec.Struct, eq=False):
         writer.begin(self.booking.room - self.output_tokens, self.last_output_ns, self.metrics.token_latency)
         return writer
 
-    def written(self, tokens: bytes, last_ns: int) -> None:
-        """Counts packed tokens that a writer has taken.
+    def written(self, tokens: int, token_ids: bytes, last_ns: int) -> None:
+        """Counts tokens that a writer has taken, and keeps their packed ids.
 
         ``last_ns``: time of the last one, by ``time.perf_counter_ns``.
         """
-        self.output_tokens += len(tokens) // TOKEN_BYTES
+        self.output_tokens += tokens
         self.last_output_ns = last_ns
         if self.kept is not None:
-            self.kept.add_packed(tokens)
+            self.kept.add_packed(token_ids)
 
     def _note_details(self, output: DetailedOutput) -> Output:
         """Notes what a piece has besides tokens. Returns the piece for the client."""

@@ -15,12 +15,12 @@ import grpc
 import msgspec
 import structlog
 from google.protobuf.message import DecodeError
-from kvrouter.core import TokenWriter, read_output
+from kvrouter.core import read_output
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.failures import Fault, WorkerFailure, WorkerFate, fault_of
 from kvrouter.frontend.workers.observed_worker import WorkerCall
-from kvrouter.frontend.workers.output import DetailedOutput, Output
+from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputWriter
 from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.net.calls import NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline
@@ -56,7 +56,7 @@ class Dispatch(msgspec.Struct, eq=False):
     request: WorkerRequest
     prompt: bytes
     """Its token ids, packed."""
-    on_output: Callable[[Output], TokenWriter | None]
+    on_output: Callable[[Output], OutputWriter | None]
     """Called with each piece; the last one has a finish reason. An exception from it ends the attempt.
 
     It may return a writer, to which the following pieces are offered first.
@@ -67,9 +67,9 @@ class Dispatch(msgspec.Struct, eq=False):
     take it, or continue it once it has output."""
     stays_a_probe: bool = False
     """Whether to wait for one more missed probe before leaving a worker that does not answer."""
-    on_written: Callable[[bytes, int], None] = lambda _tokens, _last_ns: None
-    """Called with the packed tokens that the writer has taken, and the time of the last one: before a piece passes that
-    the writer does not take, and before the attempt ends."""
+    on_written: Callable[[int, bytes, int], None] = lambda _tokens, _token_ids, _last_ns: None
+    """Called with the number of tokens that the writer has taken, their packed ids if it knows them, and the time of
+    the last one: before a piece passes that the writer does not take, and before the attempt ends."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -113,10 +113,10 @@ class WorkerAttempt:
         self._left = self._max_tokens
         """Tokens that may yet arrive, whether or not the worker keeps to the limit.
 
-        ``_settle`` subtracts those that the token writer has taken.
+        ``_settle`` subtracts those that the writer has taken.
         """
-        self._token_writer: TokenWriter | None = None
-        """Takes the pieces that have a single token and nothing else."""
+        self._writer: OutputWriter | None = None
+        """Takes the usual pieces."""
         self.unattributed: WorkerFailure | None = None
         """Its failure, if it may not be its worker's fault."""
         self._missed_to_leave = 0
@@ -171,9 +171,9 @@ class WorkerAttempt:
         """Passes a piece on that a worker has sent, an encoded WorkerServiceGenerateResponse."""
         worker = self._worker
         worker.pieces += 1
-        if self._token_writer is not None:
+        if self._writer is not None:
             try:
-                if not worker.missed and self._token_writer.take(encoded):
+                if not worker.missed and self._writer.take(encoded):
                     return
             except Exception as error:
                 self._receiver_failed(error)
@@ -196,9 +196,24 @@ class WorkerAttempt:
         else:
             self._take(output)
 
+    def offer(self, data: bytes) -> bool:
+        """Offers to the writer what an engine has sent over its OpenAI API. Returns False if ``take`` must get it."""
+        worker = self._worker
+        if self._writer is None or worker.missed:
+            return False
+        try:
+            if not self._writer.take(data):
+                return False
+        except Exception as error:
+            self._receiver_failed(error)
+        worker.pieces += 1
+        return True
+
     def take(self, output: Output) -> None:
         """Passes a piece on that an engine has sent over its OpenAI API."""
         self._worker.pieces += 1
+        if self._writer is not None:
+            self._settle()
         if (self._over or self._finish_reason or self._worker.missed) and self._has_finished():
             return
         if self._has_output and not output.finish_reason and output.tokens <= self._left:
@@ -275,14 +290,17 @@ class WorkerAttempt:
         else:
             if writer is not None and not self._over:
                 writer.limit = min(writer.limit, self._left)
-                self._token_writer = writer
+                self._writer = writer
 
     def _settle(self) -> None:
         """Counts the tokens that the writer has taken, and stops offering pieces to it."""
-        writer, self._token_writer = self._token_writer, None
-        if writer is not None and (tokens := writer.taken()):
-            self._left -= len(tokens) // TOKEN_BYTES
-            self._dispatch.on_written(tokens, writer.last_ns)
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        tokens, token_ids = writer.taken()
+        if tokens:
+            self._left -= tokens
+            self._dispatch.on_written(tokens, token_ids, writer.last_ns)
 
     def _receiver_failed(self, error: Exception) -> None:
         """Ends the attempt. The error is raised in the request's task, since the connection serves other requests."""

@@ -1,0 +1,90 @@
+"""Gives a client the chunks of an engine's stream, as the engine wrote them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+
+from kvrouter.core.reference.observations import Observations
+from kvrouter.core.reference.token_writer import Client
+
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
+_EVENT_END = b"\n\n"
+_CHUNK_END = b"\r\n"
+_DATA = b"data:"
+_USAGE = re.compile(rb'"usage"(?![ \t\n\r\f]*:[ \t\n\r\f]*null)')
+
+
+class ChunkWriter:
+    """Writes whole chunks of HTTP/1.1 that have whole server-sent events, each of which counts as a token.
+
+    They skip the steps that other parts of a response pass through. ``taken`` returns their number later.
+    """
+
+    def __init__(
+        self, pending: Mapping[asyncio.Transport, list[bytes]], transport: asyncio.Transport, protocol: Client
+    ) -> None:
+        """Takes nothing before ``begin``.
+
+        Args:
+            pending: What is to be written before, by client.
+            transport: The client.
+            protocol: Says whether it reads.
+        """
+        self._pending = pending
+        self._transport = transport
+        self._protocol = protocol
+        self._latency: Observations | None = None
+        self.limit = 0
+        """Number of tokens that it may yet take."""
+        self.last_ns = 0
+        """Time of the latest token, by ``time.perf_counter_ns``."""
+        self._taken = 0
+
+    def begin(self, limit: int, last_ns: int, latency: Observations) -> None:
+        """Lets it take tokens.
+
+        Args:
+            limit: Number of tokens that it may take.
+            last_ns: Time of the token before, by ``time.perf_counter_ns``.
+            latency: Observes the time between tokens, seconds.
+        """
+        self.limit, self.last_ns, self._latency = limit, last_ns, latency
+
+    def take(self, chunks: bytes) -> bool:
+        """Writes chunks, at once: the event loop collects the writes of a step itself.
+
+        Returns False, and does nothing, if these are no whole chunks with whole events, or have a usage, which somebody
+        must read; and while the client does not read, or gets other bytes before.
+        """
+        tokens = _count_tokens(chunks)
+        if self._latency is None or not 0 < tokens <= self.limit or self._protocol.writing_paused:
+            return False
+        if self._transport in self._pending or self._transport.is_closing():
+            return False
+        self._transport.write(chunks)
+        now_ns = time.perf_counter_ns()
+        self._latency.observe((now_ns - self.last_ns) / 1e9, tokens)
+        self.last_ns = now_ns
+        self.limit -= tokens
+        self._taken += tokens
+        return True
+
+    def taken(self) -> tuple[int, bytes]:
+        """Returns the number of tokens taken since it was last asked. Their ids are not known."""
+        taken, self._taken = self._taken, 0
+        return taken, b""
+
+
+def _count_tokens(chunks: bytes) -> int:
+    """Returns the number of events; 0 if there is anything else."""
+    at = tokens = 0
+    while size := _SIZE.match(chunks, at):
+        begin, end = size.end(), size.end() + int(size[1], 16)
+        events, at = chunks[begin:end], end + len(_CHUNK_END)
+        if chunks[end:at] != _CHUNK_END or not events.endswith(_EVENT_END) or _USAGE.search(events):
+            return 0
+        tokens += events.count(_DATA)
+    return tokens if at == len(chunks) else 0
