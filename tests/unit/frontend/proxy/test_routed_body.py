@@ -130,3 +130,21 @@ async def test_an_image_does_not_count_as_a_long_text(model: ModelText) -> None:
 def test_the_sequences_of_a_prompt_are_known(fields: dict[str, Any], sequences: int) -> None:
     body = json.dumps({"model": "m", "prompt": [1, 2], **fields}).encode()
     assert RoutedBody.parse(body, max_prompt_tokens=LIMIT).sequences == sequences
+
+
+def source_of(messages: list[dict[str, Any]]) -> PromptSource:
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    source = RoutedBody.parse(body, max_prompt_tokens=LIMIT).source
+    assert source is not None
+    return source
+
+
+def test_a_short_chat_that_is_known_is_tokenized_on_the_event_loop(model: ModelText) -> None:
+    for messages in (MESSAGES, [*MESSAGES, {"role": "assistant", "content": "A"}, MESSAGES[1]]):
+        tokens = completed(source_of(messages).slices(model, LIMIT))
+        assert source_of(messages).tokens_at_once(model, LIMIT) == tokens
+    many = MESSAGES[:1] * 300
+    completed(source_of(many).slices(model, LIMIT))
+    with_image = [{"role": "user", "content": [{"type": "text", "text": "a"}, {**IMAGE, "image_url": {"url": "x"}}]}]
+    for messages in (many, with_image, [{"role": "user", "content": "x y " * 20_000}]):
+        assert source_of(messages).tokens_at_once(model, LIMIT) is None

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvrouter.frontend.text import template_bounds
+from kvrouter.frontend.text import chat_template, template_bounds
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
@@ -30,6 +30,24 @@ def test_a_template_is_rendered_as_transformers_renders_it() -> None:
     {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}{% endif %}"""
     rendered = render(source, tools=[{"name": "<é>"}], options={"enable_thinking": False})
     assert rendered.split() == ["<s>", "user:", "Hi", "<b>", '[{"name":', '"<é>"}]</s><think></think>']
+
+
+def test_a_short_chat_is_rendered_at_once() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ x }}", {})
+    for messages in (USER, USER * 20):
+        rendered = template.rendered_at_once(messages, options={"x": "X"})
+        assert rendered == completed(template.rendering(messages, options={"x": "X"}))
+    assert template.rendered_at_once(USER * 1_000) is None
+    assert template.rendered_at_once([{"role": "user", "content": "x" * (1 << 20)}]) is None
+    assert ChatTemplate("{{ raise_exception('no') }}", {}).rendered_at_once(USER) is None
+
+
+def test_a_template_that_took_long_leaves_chats_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    monkeypatch.setattr(chat_template, "_LEFT_TO_THREADS", 2)
+    monkeypatch.setattr(chat_template, "_QUICK_SECONDS", 0.0)
+    rendered = [template.rendered_at_once(USER) for _ in range(4)]
+    assert rendered == ["Hi <b>", None, None, "Hi <b>"]
 
 
 def test_the_date_is_available() -> None:

@@ -84,9 +84,26 @@ def test_a_text_with_few_new_words_is_tokenized_at_once(model_files: dict[str, b
         assert at_once(text) == tokenizer.encode_whole(text)
     assert at_once(known + new) is None
     encoded(tokenizer, new, special_tokens=False, limit=LIMIT)
+    assert at_once(known * 90) == tokenizer.encode_whole(known * 90)
     assert at_once(known * 100) is None
     with pytest.raises(PromptTooLong):
         tokenizer.encode_at_once(known, special_tokens=False, limit=10)
+
+
+def test_a_text_with_many_new_pieces_of_known_words_is_not_tokenized_at_once(model_files: dict[str, bytes]) -> None:
+    tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
+    words = [f"w{number % 7}x{number % 11}" for number in range(77)]
+
+    def text(shift: int, count: int) -> str:
+        return " ".join(words[shift * number % 77] for number in range(count))
+
+    encoded(tokenizer, text(1, 500), special_tokens=False, limit=LIMIT)
+    known = text(2, 5_000)
+    assert tokenizer.encode_at_once(known, special_tokens=False, limit=LIMIT) is None
+    encoded(tokenizer, known, special_tokens=False, limit=LIMIT)
+    for suffix, is_short in ((text(3, 1_000), True), (text(5, 5_000), False)):
+        at_once = tokenizer.encode_at_once(f"{known} {suffix}", special_tokens=False, limit=LIMIT)
+        assert at_once == (tokenizer.encode_whole(f"{known} {suffix}") if is_short else None)
 
 
 LONG_WORDS = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False}

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 from kvrouter.engines.chats import ChatRule
 from kvrouter.frontend.edge.json_body import MAX_PARTS, invalid
-from kvrouter.frontend.text.chat_template import marked, until_mark
+from kvrouter.frontend.text.chat_template import ChatTemplate, marked, until_mark
 from kvrouter.frontend.text.client_work import Slices
 from kvrouter.frontend.text.model_text import ModelText, PromptSource
 from kvrouter.frontend.text.prompt_media import PromptMedia
+from kvrouter.frontend.text.tokenizer import AT_ONCE_CHARACTERS
 from kvrouter.v1.errors import BadRequest
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -203,28 +204,49 @@ class ChatPrompt(PromptSource):
                 field="messages",
                 advice="Send a prompt to /v1/completions.",
             )
-        rule, mark, media = text.chat_rule, "", self._media or None
-        messages = as_engine_renders(self._messages, rule, continues=self._continues)
+        media = self._media or None
         if media is not None:
             if not template.takes_parts:
                 raise BadRequest("the chat template takes text only", field="messages")
             yield from media.identify(text.media)
-        if not template.takes_parts:
-            messages = [with_text_content(message, rule.part_separator) for message in messages]
-        elif not template.takes_text:
-            messages = list(map(with_parts, messages))
-        if self._continues:
-            messages, mark = marked(messages)
-        rendered = yield from template.rendering(
-            messages,
-            tools=rule.tools(self._tools, self._tool_choice),
-            documents=self._documents,
-            add_generation_prompt=self._begins,
-            options=self._options,
-        )
+        messages, fields, mark = self._for_template(text, template)
+        rendered = yield from template.rendering(messages, **fields)
         if mark:
             rendered = until_mark(rendered, mark)
         # The template has written the special tokens that the tokenizer would add.
         yield
         tokens = yield from text.tokenizer.encode(rendered, special_tokens=False, limit=limit, field="messages")
         return tokens if media is None else media.place(tokens, text.media, limit)
+
+    def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:
+        """Returns the tokens of a short chat of texts nearly all of which are known; otherwise None."""
+        template = text.template
+        if template is None or self._media or self.characters > AT_ONCE_CHARACTERS:
+            return None
+        messages, fields, mark = self._for_template(text, template)
+        rendered = template.rendered_at_once(messages, **fields)
+        if rendered is None:
+            return None
+        if mark:
+            rendered = until_mark(rendered, mark)
+        return text.tokenizer.encode_at_once(rendered, special_tokens=False, limit=limit, field="messages")
+
+    def _for_template(
+        self, text: ModelText, template: ChatTemplate
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], str]:
+        """Returns messages and further fields for a model's template, and the mark in the final message, if any."""
+        rule, mark = text.chat_rule, ""
+        messages = as_engine_renders(self._messages, rule, continues=self._continues)
+        if not template.takes_parts:
+            messages = [with_text_content(message, rule.part_separator) for message in messages]
+        elif not template.takes_text:
+            messages = list(map(with_parts, messages))
+        if self._continues:
+            messages, mark = marked(messages)
+        fields = {
+            "tools": rule.tools(self._tools, self._tool_choice),
+            "documents": self._documents,
+            "add_generation_prompt": self._begins,
+            "options": self._options,
+        }
+        return messages, fields, mark

@@ -103,23 +103,34 @@ _LEARNED = 4
 
 
 class TooManyNewWords(Exception):
-    """More words of a text are new than may be tokenized."""
+    """More of a text is new than may be tokenized."""
 
 
 @dataclass(slots=True)
 class WordBudget:
-    """Bounds the tokenized new words."""
+    """Bounds the text whose words are looked up, and the tokenized new words."""
 
-    left: int
+    characters: int
+    new_words: int
 
-    def take(self, words: Sequence[str]) -> None:
-        """Takes words out of the budget.
+    def look_up(self, text: str) -> None:
+        """Takes a text whose words are looked up out of the budget.
+
+        Raises:
+            TooManyNewWords: fewer characters are left.
+        """
+        self.characters -= len(text)
+        if self.characters < 0:
+            raise TooManyNewWords
+
+    def tokenize(self, words: Sequence[str]) -> None:
+        """Takes new words out of the budget.
 
         Raises:
             TooManyNewWords: fewer are left, or a word is so long it takes much more time than others.
         """
-        self.left -= len(words)
-        if self.left < 0 or any(len(word) > MAX_CHARACTERS for word in words):
+        self.new_words -= len(words)
+        if self.new_words < 0 or any(len(word) > MAX_CHARACTERS for word in words):
             raise TooManyNewWords
 
 
@@ -155,11 +166,13 @@ class WordCache:
 
         Args:
             text: The text.
-            budget: New words that may be tokenized; None for any number.
+            budget: Text that may be looked up and new words that may be tokenized; None for any number.
 
         Raises:
-            TooManyNewWords: more words are new than the budget has.
+            TooManyNewWords: the text is longer than the budget, or more of its words are new.
         """
+        if budget is not None:
+            budget.look_up(text)
         spaced = text[:1] == " "
         names = self._gap.split(text[1:] if spaced else text)
         # Only the first word of a whole text has no space before it.
@@ -186,7 +199,7 @@ class WordCache:
         known = {name: old[name] for name in names if name in old}
         new = [name for name in names if name not in known]
         if budget is not None:
-            budget.take(new)
+            budget.tokenize(new)
         too_many = len(new) > max_new
         if too_many:
             del new[_LEARNED:]
