@@ -19,15 +19,15 @@ def _frame(messages: list[bytes]) -> bytes:
     return struct.pack(">IBI", len(payload) << 8, 0, 1) + payload
 
 
-@given(_FRAMES)
-def test_whole_messages_are_read_as_by_the_reference(frames: list[list[bytes]]) -> None:
-    data = b"".join(map(_frame, frames))
+@given(_FRAMES, st.binary(max_size=20))
+def test_whole_messages_are_read_as_by_the_reference(frames: list[list[bytes]], before: bytes) -> None:
+    data, start = before + b"".join(map(_frame, frames)), len(before)
 
-    read = read_messages(data, 30)
+    read = read_messages(data, start, 30)
 
-    assert read == reference(data, 30)
+    assert read == reference(data, start, 30)
     assert read[:2] == (1, [message for frame in frames for message in frame])
-    assert read[-1] == len(data)
+    assert read[-1] == len(data) - start
 
 
 @given(_FRAMES, st.data())
@@ -36,4 +36,4 @@ def test_anything_else_is_left_as_by_the_reference(frames: list[list[bytes]], da
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     del damaged[data.draw(st.integers(0, len(damaged))) :]
 
-    assert read_messages(bytes(damaged), 30) == reference(bytes(damaged), 30)
+    assert read_messages(bytes(damaged), 0, 30) == reference(bytes(damaged), 0, 30)

@@ -25,6 +25,8 @@ _FRAMES = st.one_of(
         [
             data(b""),
             data(prefixed(b"x"), stream=3),
+            data(prefixed(b"y") + prefixed(b"z"), stream=3),
+            data(prefixed(b"x"), stream=5),
             data(prefixed(b"x"), flags=END_STREAM),
             data(b"\0" + prefixed(b"x"), flags=PADDED),
             data(prefixed(b"x", compressed=1)),
@@ -44,13 +46,29 @@ def _client(received: list[bytes]) -> Http2Side:
     return call
 
 
-def _server(received: list[bytes]) -> Http2Side:
-    def begin(call: ReceivedCall) -> None:
-        call.start(received.append, lambda: received.append(b"half-closed"), lambda: None)
+def _starting_server(received: list[bytes]) -> Http2Side:
+    return _server(lambda call: call.start(received.append, lambda: received.append(b"half-closed"), lambda: None))
 
+
+def _reading_server(_received: list[bytes]) -> Http2Side:
+    return _server(lambda _call: None)
+
+
+def _answering_server(received: list[bytes]) -> Http2Side:
+    def answer(message: bytes) -> bytes | None:
+        received.append(message)
+        return None if message == b"x" else message
+
+    def begin(call: ReceivedCall) -> None:
+        call._respond = answer
+
+    return _server(begin)
+
+
+def _server(begin: Callable[[ReceivedCall], None]) -> Http2Side:
     calls = ReceivedCalls(Received(), begin)
-    block = headers((":path", "/a.B/C"), flags=END_HEADERS)
-    calls.receive(PREFACE + settings({}) + block + data(prefixed(b"first")))
+    blocks = [headers((":path", "/a.B/C"), flags=END_HEADERS, stream=stream) for stream in (1, 3)]
+    calls.receive(PREFACE + settings({}) + b"".join(blocks) + data(prefixed(b"first")))
     return calls
 
 
@@ -61,11 +79,14 @@ def _effects(side: Any, received: list[bytes], chunks: Sequence[bytes]) -> tuple
             side.receive(chunk)
     except Http2Violation as error:
         violation = str(error)
-    calls = [(call._unallowed, call.restored) for call in getattr(side, "calls", {}).values()]
+    calls = [
+        (call._unallowed, call.restored, call._counted, list(call._messages), call._half_closed)
+        for call in getattr(side, "calls", {}).values()
+    ]
     return received, violation, side.flood._left, side._consumed, side._unread, calls, side.take()
 
 
-@pytest.mark.parametrize("make", [_client, _server])
+@pytest.mark.parametrize("make", [_client, _starting_server, _reading_server, _answering_server])
 @given(st.lists(_FRAMES, max_size=12), st.lists(st.integers(1, 3_000), min_size=1, max_size=4))
 async def test_whole_messages_have_the_effects_of_their_frames(
     make: Callable[[list[bytes]], Http2Side], frames: list[bytes], sizes: list[int]

@@ -10,8 +10,8 @@ _MAX_FRAME_BYTES = 1 << 14
 """Size of a frame's payload that every peer accepts."""
 
 
-def read_messages(data: bytes, short_bytes: int) -> tuple[int, list[bytes], int, int, int]:
-    """Returns the messages at the beginning of the input, up to the first frame that must be read in another way.
+def read_messages(data: bytes, start: int, short_bytes: int) -> tuple[int, list[bytes], int, int, int]:
+    """Returns the messages from a position of the input on, up to the first frame that must be read in another way.
 
     Such a frame is incomplete, is no DATA frame of the stream of the first one, has a flag, or contains anything but
     whole, uncompressed messages.
@@ -21,11 +21,12 @@ def read_messages(data: bytes, short_bytes: int) -> tuple[int, list[bytes], int,
         the payloads and the bytes of the frames.
     """
     messages: list[bytes] = []
-    stream = short_frames = payload_bytes = position = 0
+    stream = short_frames = payload_bytes = 0
+    position = start
     while len(data) - position >= _FRAME_HEADER.size:
         high, low, kind, flags, number = _FRAME_HEADER.unpack_from(data, position)
-        size, start = high << 8 | low, position + _FRAME_HEADER.size
-        number, payload = number & ~(1 << 31), data[start : start + size]
+        size, position_of_payload = high << 8 | low, position + _FRAME_HEADER.size
+        number, payload = number & ~(1 << 31), data[position_of_payload : position_of_payload + size]
         if kind or flags or (messages and number != stream) or size > _MAX_FRAME_BYTES or len(payload) < size:
             break
         split = _split(payload)
@@ -35,8 +36,8 @@ def read_messages(data: bytes, short_bytes: int) -> tuple[int, list[bytes], int,
         messages += split
         short_frames += size < short_bytes
         payload_bytes += size
-        position = start + size
-    return stream, messages, short_frames, payload_bytes, position
+        position = position_of_payload + size
+    return stream, messages, short_frames, payload_bytes, position - start
 
 
 def _split(payload: bytes) -> list[bytes]:

@@ -30,6 +30,8 @@ _HEADER = struct.Struct(">IBI")
 """Length (24 bits) and kind (8 bits), flags, stream."""
 HEADER_BYTES = _HEADER.size
 """Size of what precedes a frame's payload."""
+KIND_AT: Final = 3
+"""Place of the kind in it."""
 _SETTING = struct.Struct(">HI")
 
 

@@ -78,6 +78,7 @@ class ReceivedCall:
         "_on_half_closed",
         "_on_message",
         "_reader",
+        "_respond",
         "_room",
         "_timer",
         "_trailing",
@@ -129,6 +130,7 @@ class ReceivedCall:
         """Bytes received, or added to the window, since the client was last allowed more."""
         self._counted = 0
         """Its part of ``connection.received``: messages that are not read, and the one that has begun."""
+        self._respond: Callable[[bytes], bytes | None] | None = None
         self._on_message: Callable[[bytes], None] | None = None
         self._on_half_closed: Callable[[], None] = _ignore
         self._next_message: Callable[[], bytes | None] = _nothing
@@ -166,6 +168,53 @@ class ReceivedCall:
         if isinstance(message, Compressed):
             message = await self._decompressed(message)
         return message if self.parse is None else self.parse(message)
+
+    async def answer(self, respond: Callable[[bytes], bytes | None]) -> None:
+        """Answers further messages in the step that reads them, until one must be read; returns then, and at their end.
+
+        Args:
+            respond: Returns the answer to a message; None if the message must be read. It must not block. What it
+                raises is raised here.
+        """
+        self._respond, self._waiter = respond, self.connection.loop.create_future()
+        try:
+            self._answer_queued()
+            if self._half_closed:
+                self._end_answering()
+            await self._waiter
+        finally:
+            self._respond = self._waiter = None
+
+    def _answer_queued(self) -> None:
+        """Answers the messages that wait, while there is room for answers."""
+        while self._messages and not self.unsent and self._answered(self._messages[0]):
+            self._count(-len(self._messages.popleft()) - MESSAGE_BYTES)
+        if not self._messages:
+            self._allow()
+
+    def _answered(self, message: bytes) -> bool:
+        """Answers a message. Returns False if it must be read."""
+        if self._respond is None:
+            return False
+        try:
+            answer = None if isinstance(message, Compressed) else self._respond(message)
+        except Exception as error:
+            self._end_answering(error)
+            return True
+        if answer is None:
+            self._end_answering()
+            return False
+        self._send(answer)
+        return True
+
+    def _end_answering(self, error: Exception | None = None) -> None:
+        self._respond = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if error is None:
+            self._waiter.set_result(None)
+        else:
+            self._waiter.set_exception(error)
 
     def limit(self, max_message_bytes: int) -> None:
         """Limits the size of further messages."""
@@ -249,18 +298,22 @@ class ReceivedCall:
         encoded = message if self.serialize is None else self.serialize(message)
         if self.is_over:
             return
-        # What a cancelled write has left goes first.
-        self.unsent = b"".join((self.unsent, prefix(len(encoded)), encoded))
-        if not self._has_begun:
-            self._begin()
-        self.connection.send(self)
-        self.connection.wake()
+        self._send(encoded)
         while self.unsent and not self.is_over:
             self._room = self.connection.loop.create_future()
             try:
                 await self._room
             finally:
                 self._room = None
+
+    def _send(self, encoded: bytes) -> None:
+        """Adds a message to the connection's next write, as far as there is room."""
+        # What a cancelled write has left goes first.
+        self.unsent = b"".join((self.unsent, prefix(len(encoded)), encoded))
+        if not self._has_begun:
+            self._begin()
+        self.connection.send(self)
+        self.connection.wake()
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: _Trailing = ()) -> Never:
         """Ends the handler, and the call with a status."""
@@ -343,10 +396,20 @@ class ReceivedCall:
             self._fail(code, str(refused))
         elif self.connection.received.bytes > MAX_RECEIVED_BYTES:
             self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "the server holds too many messages")
-        elif self._on_message is not None:
+        else:
+            self._taken(ends=ends)
+
+    def _taken(self, *, ends: bool = False) -> None:
+        """Allows the client more, or wakes the reader, after messages were taken."""
+        if self._on_message is not None:
             self._allow()
             if ends:
                 self._on_half_closed()
+        elif self._respond is not None:
+            if ends:
+                self._end_answering()
+            elif not self._messages:
+                self._allow()
         elif self._waiter is not None:
             if (self._messages or ends) and not self._waiter.done():
                 self._waiter.set_result(None)
@@ -354,28 +417,28 @@ class ReceivedCall:
                 self._allow()
 
     def take_messages(self, messages: list[bytes], length: int) -> int | None:
-        """Takes the messages of ``length`` bytes of data that has nothing else, if they are processed as they arrive.
+        """Takes the messages of ``length`` bytes of data that has nothing else.
 
         Returns:
             The flood items that they restore; None if ``take`` must take the data.
         """
         reader = self._reader
         if (
-            self._on_message is None
-            or not self._has_message
-            or self._half_closed
+            self._half_closed
             or reader.begun
             or reader.max_bytes < LEAST_MAX_FRAME_BYTES
             or self._unallowed + length > self._window_bytes
-            or self.connection.received.bytes > MAX_RECEIVED_BYTES
+            or self.connection.received.bytes + length + len(messages) * MESSAGE_BYTES > MAX_RECEIVED_BYTES
         ):
             return None
         self._unallowed += length
         for message in messages:
             if not self.is_over:
-                self._on_message(message)
-        self._allow()
-        return len(messages) * _ITEMS_OF_MESSAGE
+                self._queue(message)
+        if not self.is_over:
+            self._taken()
+        restored, self.restored = self.restored, 0
+        return restored
 
     def _fail(self, code: grpc.StatusCode, details: str) -> None:
         self._code, self._details = code, details
@@ -405,6 +468,8 @@ class ReceivedCall:
         """Wakes the writer: nothing is unsent any more."""
         if self._on_message is not None:
             self.wake()
+        if self._respond is not None:
+            self._answer_queued()
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
@@ -413,6 +478,8 @@ class ReceivedCall:
         self._has_message = True
         if self._on_message is not None:
             self._deliver(message, self._on_message)
+            return
+        if not (self._messages or self.unsent) and self._answered(message):
             return
         self._messages.append(message)
         self._count(len(message) + MESSAGE_BYTES)

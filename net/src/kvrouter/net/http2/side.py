@@ -21,6 +21,7 @@ from kvrouter.net.http2.frames import (
     END_HEADERS,
     HEADER_BYTES,
     INITIAL_WINDOW_BYTES,
+    KIND_AT,
     LEAST_MAX_FRAME_BYTES,
     MAX_31_BITS,
     MOST_MAX_FRAME_BYTES,
@@ -183,7 +184,7 @@ class Http2Side(ABC):
         self._replies.append(frame(Kind.PING, bytes(8)))
 
     def receive(self, data: bytes) -> None:
-        """Processes bytes of the peer. Nearly all reads contain only whole messages, which one native call reads.
+        """Processes bytes of the peer. Nearly all data are whole messages, which native calls read.
 
         Raises:
             Http2Violation: the peer broke a rule, or floods.
@@ -194,15 +195,18 @@ class Http2Side(ABC):
         fruitless = int(len(data) < LEAST_USEFUL_BYTES)
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
-        if self._headers is None and not self.is_over:
-            stream, messages, short_frames, payload_bytes, size = read_messages(buffer, LEAST_USEFUL_BYTES)
-            restored = self._take_messages(stream, messages, payload_bytes) if messages else None
-            if restored is not None:
-                self._consumed += payload_bytes
-                # Each frame has a message, which restores at least the items of the frame and the read.
-                self.flood.earn(restored - short_frames - fruitless)
-                position, fruitless = size, 0
         while end - position >= HEADER_BYTES and not self.is_over:
+            if buffer[position + KIND_AT] == DATA and self._headers is None:
+                stream, messages, short_frames, payload_bytes, size = read_messages(
+                    buffer, position, LEAST_USEFUL_BYTES
+                )
+                restored = self._take_messages(stream, messages, payload_bytes) if messages else None
+                if restored is not None:
+                    self._consumed += payload_bytes
+                    # Each frame has a message, which restores at least the items of the frame and the read.
+                    self.flood.earn(restored - short_frames - fruitless)
+                    position, fruitless = position + size, 0
+                    continue
             length, kind, flags, stream = read_frame_header(buffer, position)
             if length > LEAST_MAX_FRAME_BYTES:
                 raise Http2Violation(f"expected frames of at most {LEAST_MAX_FRAME_BYTES} bytes, received {length}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER
 from kvrouter.frontend.proxy.endpoint_picker import responses
@@ -96,9 +96,6 @@ class Exchange:
         try:
             while (message := await self._read()) is not None:
                 kind = message.WhichOneof("request")
-                if kind == "response_body" and self._response_goes_on:  # A token is one, so nothing else is asked.
-                    await self._pass_on(message.response_body)
-                    continue
                 # A gateway may answer by itself, and show only the response.
                 if (kind == _HEADERS) == self._begun and kind in _OF_REQUEST:
                     raise BadRequest("expected the headers of one request before its body")
@@ -106,6 +103,8 @@ class Exchange:
                 if kind == _HEADERS:
                     self._begun = True
                     began(self._request.has_caller)
+                if self._response_goes_on:  # A token is a piece of it.
+                    await self._context.answer(self._answer_piece)
         except _GatewayLeft:
             self._metrics.requests.labels(code="CANCELLED").inc()
         finally:
@@ -129,7 +128,7 @@ class Exchange:
             self._check_modes(message)
         match kind:
             case "response_body":
-                await self._pass_on(message.response_body)
+                await self._context.write(self._pass_on(message.response_body))
             case "request_headers":
                 await self._begin(message)
             case "request_body":
@@ -268,20 +267,23 @@ class Exchange:
         if message.response_headers.end_of_stream:
             self._end()
 
-    async def _pass_on(self, piece: HttpBody) -> None:
+    def _answer_piece(self, encoded: bytes) -> bytes | None:
+        """Returns the answer to a piece of the response; None if the message is none."""
+        message = ProcessingRequest.FromString(encoded)
+        return self._pass_on(message.response_body).SerializeToString() if "response_body" in message else None
+
+    def _pass_on(self, piece: HttpBody) -> ProcessingResponse:
         body, ends, response, pick = piece.body, piece.end_of_stream, self._response, self._request.pick
         passed = response.take(body, ends=ends)
         if pick is not None:
             pick.responded(body, is_stream=response.is_stream)
         if ends:
             self._end()
-        await self._context.write(
-            responses.response_body(
-                passed,
-                is_changed=passed is not body and passed != body,
-                end_of_stream=ends,
-                full_duplex=self._full_duplex_response,
-            )
+        return responses.response_body(
+            passed,
+            is_changed=passed is not body and passed != body,
+            end_of_stream=ends,
+            full_duplex=self._full_duplex_response,
         )
 
     def _end(self) -> None:
