@@ -82,3 +82,22 @@ async def test_the_system_resolves_names() -> None:
     addresses = EngineAddresses(directory_of("http://localhost:1"))
     await addresses.resolve_due()
     assert addresses.of(engine("http://localhost:1")) in ("127.0.0.1:1", "[::1]:1")
+
+
+async def test_the_addresses_of_a_component_follow_its_workers_and_their_names() -> None:
+    names = Names(first="10.0.0.7")
+    directory = directory_of("http://first:1", "http://unknown:2", "http://10.0.0.9:3")
+    addresses = EngineAddresses(directory, names.resolve)
+
+    def of_workers() -> dict[int, str]:
+        (view,) = directory.components.values()
+        return dict(addresses.of_workers(view))
+
+    assert of_workers() == {2: "10.0.0.9:3"}
+    await addresses.resolve_due()
+    assert of_workers() == {0: "10.0.0.7:1", 2: "10.0.0.9:3"}
+    directory.components = directory_of("http://first:4").components
+    assert of_workers() == {0: "10.0.0.7:4"}
+    directory.components = {}
+    await addresses.resolve_due()
+    assert not addresses._of_workers

@@ -32,8 +32,9 @@ from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.poison_prompts import RequestDeaths
-from kvrouter.runtime.discovery.directory import Directory
+from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.frontend_pb2 import RoutedOn
+from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 
 log = structlog.get_logger(component="endpoint-picker")
@@ -61,6 +62,16 @@ class EngineAddresses:
         self._resolved: dict[str, str] = {}
         self._due: dict[str, float] = {}
         """When each name is resolved next, seconds of the monotonic clock."""
+        self._of_workers: dict[ComponentName, tuple[ComponentView, Mapping[int, str]]] = {}
+        """What ``of_workers`` has returned, until a name has another address."""
+
+    def of_workers(self, view: ComponentView) -> Mapping[int, str]:
+        """Returns the addresses of a component's workers by id, without those that have none."""
+        known = self._of_workers.get(view.name)
+        if known is None or known[0] is not view:
+            found = {worker_id: address for worker_id, worker in view.workers.items() if (address := self.of(worker))}
+            known = self._of_workers[view.name] = view, found
+        return known[1]
 
     def of(self, worker: WorkerRegistration) -> str:
         """Returns the address of a worker's OpenAI API, IP:port; empty if it has none or its name is unresolved."""
@@ -88,6 +99,8 @@ class EngineAddresses:
         for known in (self._resolved, self._due):
             for gone in known.keys() - names:
                 del known[gone]
+        for left in self._of_workers.keys() - self._directory.components.keys():
+            del self._of_workers[left]
         now = time.monotonic()
         due = [name for name in names if self._due.get(name, 0.0) <= now]
         async with asyncio.TaskGroup() as group:
@@ -97,7 +110,10 @@ class EngineAddresses:
     async def _resolve_one(self, name: str) -> None:
         is_new = name not in self._due
         try:
-            self._resolved[name] = await self._resolve(name)
+            address = await self._resolve(name)
+            if address != self._resolved.get(name):
+                self._resolved[name] = address
+                self._of_workers.clear()
         except OSError as error:
             if is_new or name in self._resolved:
                 log.warning("engine.unresolved", name=name, last_address=self._resolved.get(name, ""), cause=str(error))

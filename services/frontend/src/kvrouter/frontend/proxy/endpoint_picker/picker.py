@@ -76,13 +76,13 @@ class _Offer(NamedTuple):
         health: WorkerHealth,
     ) -> _Offer:
         """Returns a pool's offer to a request; ``allowed`` as in ``Picker.pick``."""
-        endpoints = {
-            worker.worker_id: endpoint
-            for worker in view.workers.values()
-            if (endpoint := addresses.of(worker))
-            and (allowed is None or endpoint in allowed)
-            and body.may_run_at(worker)
-        }
+        endpoints = addresses.of_workers(view)
+        if allowed is not None or body.salted_path:
+            endpoints = {
+                worker_id: endpoint
+                for worker_id, endpoint in endpoints.items()
+                if (allowed is None or endpoint in allowed) and body.may_run_at(view.workers[worker_id])
+            }
         request = generate_request(body, "")
         request.use_adapter(view.model, lora_name)
         hashes = hash_prompt(body.token_ids, request, view.block_size)
