@@ -270,7 +270,7 @@ class Exchange:
     def _answer_piece(self, encoded: bytes) -> bytes | None:
         """Returns the answer to a piece of the response; None if the message is none."""
         message = ProcessingRequest.FromString(encoded)
-        return self._pass_on(message.response_body).SerializeToString() if "response_body" in message else None
+        return responses.encode(self._pass_on(message.response_body)) if "response_body" in message else None
 
     def _pass_on(self, piece: HttpBody) -> ProcessingResponse:
         body, ends, response, pick = piece.body, piece.end_of_stream, self._response, self._request.pick
