@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 from hypothesis import given, strategies as st
 from kvrouter.core import IMPLEMENTATIONS, read_calls, read_responses, write_calls, write_responses
@@ -48,6 +51,12 @@ def _responses(whole: list[tuple[int, bytes]], others: list[CallResponse], **fie
     ).SerializeToString()
 
 
+def _read_alone(message: bytes, read: Any = read_responses) -> object:
+    """Returns the responses of one message; None if it must be read otherwise."""
+    responses, _, count = read([message], len(message), {})
+    return responses if count else None
+
+
 @given(_CALLS)
 def test_calls_are_read_as_by_the_reference(calls: list[CallRequest]) -> None:
     encoded = OpenCallStreamRequest(calls=calls).SerializeToString()
@@ -63,12 +72,14 @@ def test_calls_are_read_as_by_the_reference(calls: list[CallRequest]) -> None:
 def test_responses_are_read_as_by_the_reference(whole: list[tuple[int, bytes]], others: list[CallResponse]) -> None:
     encoded = _responses(whole, others)
 
-    read = read_responses(encoded)
+    responses, taken, count = read_responses([encoded], len(encoded), {})
 
-    assert read == reference.read_responses(encoded)
-    if read is not None:
-        assert read == (whole, [(other.number, other.kind, other.response) for other in others])
-        assert write_responses(*read) == reference.write_responses(*read) == encoded
+    assert (responses, taken, count) == reference.read_responses([encoded], len(encoded), {})
+    assert read_responses([encoded], max(0, len(encoded) - 1), {}) == (([], []), 0, 0), "too long"
+    if count:
+        assert responses == (whole, [(other.number, other.kind, other.response) for other in others])
+        assert write_responses(*responses) == reference.write_responses(*responses) == encoded
+        assert not taken
 
 
 @pytest.mark.parametrize(
@@ -99,7 +110,8 @@ def test_responses_with_anything_else_are_left_to_the_parser(field: dict[str, ob
     message = OpenCallStreamResponse(**{"whole_numbers": [1], "whole_responses": [b"a"]} | field)  # type: ignore[arg-type]
     encoded = message.SerializeToString()
 
-    assert read_responses(encoded) is reference.read_responses(encoded) is None
+    for read in (read_responses, reference.read_responses):
+        assert read([encoded], len(encoded), {}) == (([], []), 0, 0)
 
 
 @given(st.builds(CallFailure, code=st.integers(0, 20), message=st.text(max_size=20)))
@@ -118,7 +130,7 @@ def test_a_damaged_message_is_read_as_by_the_reference_or_not_at_all(
 ) -> None:
     for encoded, read, expected in (
         (OpenCallStreamRequest(calls=calls).SerializeToString(), read_calls, reference.read_calls),
-        (_responses(whole, others), read_responses, reference.read_responses),
+        (_responses(whole, others), _read_alone, partial(_read_alone, read=reference.read_responses)),
     ):
         damaged = bytearray(encoded)
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from kvrouter.core import IMPLEMENTATIONS, Observations, TokenWriter
-from kvrouter.core.reference import Observations as ReferenceObservations, TokenWriter as Reference
+from kvrouter.core import IMPLEMENTATIONS, Observations, TokenWriter, read_responses
+from kvrouter.core.reference import (
+    Observations as ReferenceObservations,
+    TokenWriter as Reference,
+    read_responses as read_as_reference,
+)
+from kvrouter.v1.calls_pb2 import CallResponse, OpenCallStreamResponse
 from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateResponse
 
 pytestmark = pytest.mark.skipif(IMPLEMENTATIONS["TokenWriter"] != "native", reason="the native core is not built")
@@ -29,7 +34,7 @@ _STEPS = st.lists(
     st.tuples(st.just("take"), _SINGLE | _PIECES)
     | st.tuples(st.just("begin"), st.integers(0, 3))
     | st.tuples(st.sampled_from(["taken", "flush"]), st.none())
-    | st.tuples(st.just("pause"), st.booleans()),
+    | st.tuples(st.sampled_from(["pause", "missed"]), st.booleans()),
     max_size=20,
 )
 
@@ -44,6 +49,7 @@ class _Case:
         self.writer = writer(
             self.pending, self._wake, self.transport, self.protocol, before, after, are_chunks=are_chunks
         )
+        self.worker = self.writer.worker = SimpleNamespace(pieces=0, missed=0)
 
     def _wake(self) -> None:
         assert not self.pending
@@ -53,6 +59,8 @@ class _Case:
         writer = self.writer
         if action == "pause":
             self.protocol.writing_paused = value
+        elif action == "missed":
+            self.worker.missed = int(value)
         elif action == "flush":
             self.pending.clear()
         elif action == "begin":
@@ -66,7 +74,8 @@ class _Case:
     @property
     def state(self) -> object:
         writer = self.writer
-        return writer.limit, writer.total, self.latency.counts, self.wakes, [*self.pending.values()]
+        events = [*self.pending.values()]
+        return writer.limit, writer.total, self.worker.pieces, self.latency.counts, self.wakes, events
 
 
 @given(st.binary(max_size=300), st.binary(max_size=9), st.booleans(), _STEPS)
@@ -90,6 +99,55 @@ def test_tokens_taken_are_returned_once_and_packed() -> None:
         assert case.step("take", GenerateOutput(token_ids=[token]))
     assert case.step("taken", None) == (2, (7).to_bytes(4, "little") + (4_000_000_000).to_bytes(4, "little"))
     assert case.step("taken", None) == (0, b"")
+
+
+_RESPONSES = st.lists(st.tuples(st.integers(0, 2), _SINGLE | _PIECES), max_size=8)
+
+
+_MESSAGES = st.lists(st.tuples(_RESPONSES, st.sampled_from([None, None, CallResponse(number=0, kind=1)])), max_size=5)
+
+
+@given(_MESSAGES)
+def test_responses_of_messages_are_offered_to_the_writers_of_their_calls(
+    messages: list[tuple[list[tuple[int, GenerateOutput]], CallResponse | None]],
+) -> None:
+    ours = [_Case(TokenWriter, Observations, b"", b"", are_chunks=False) for _ in range(2)]
+    reference = [_Case(Reference, ReferenceObservations, b"", b"", are_chunks=False) for _ in range(2)]
+    for case in (*ours, *reference):
+        case.step("begin", 3)
+    writers = [{number: case.writer for number, case in enumerate(cases)} for cases in (ours, reference)]
+    encoded = [
+        OpenCallStreamResponse(
+            whole_numbers=[number for number, _ in whole],
+            whole_responses=[WorkerServiceGenerateResponse(output=output).SerializeToString() for _, output in whole],
+            responses=[] if other is None else [other],
+        ).SerializeToString()
+        for whole, other in messages
+    ]
+    read = read_responses(encoded, 1 << 20, writers[0])
+    assert read == read_as_reference(encoded, 1 << 20, writers[1])
+    (left, others), taken, count = read
+    assert len(left) + taken == sum(len(whole) for whole, _ in messages[:count])
+    assert not any(other for _, other in messages[: max(0, count - 1)]), (
+        "a message with others ends what is read together"
+    )
+    assert len(others) <= 1
+    assert [case.state for case in ours] == [case.state for case in reference]
+    assert [*writers[0]] == [*writers[1]], "those that have not taken one are removed"
+
+
+@pytest.mark.parametrize("kind", [TokenWriter, Reference])
+def test_a_writer_that_fails_leaves_its_response_to_the_receiver(kind: Any) -> None:
+    is_native = kind is TokenWriter
+    case = _Case(kind, Observations if is_native else ReferenceObservations, b"", b"", are_chunks=False)
+    case.step("begin", 3)
+    del case.worker.missed
+    response = WorkerServiceGenerateResponse(output=GenerateOutput(token_ids=[1])).SerializeToString()
+    encoded = OpenCallStreamResponse(whole_numbers=[7], whole_responses=[response]).SerializeToString()
+    writers = {7: case.writer}
+    read = (read_responses if is_native else read_as_reference)([encoded], 1 << 20, writers)
+    assert read == (([(7, response)], []), 0, 1)
+    assert not writers
 
 
 def test_the_time_is_that_of_the_caller_s_clock() -> None:

@@ -1,9 +1,10 @@
 //! The messages of call streams, as Python calls it.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList, PyString};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 
-use crate::calls::{self, Call, Responses};
+use super::token_writer::TokenWriter;
+use crate::calls::{self, Call};
 use crate::wire::Writer;
 
 /// Reads the calls of a message that has only calls; see `kvrouter.core.reference.calls`.
@@ -12,10 +13,54 @@ pub fn read_calls(message: &[u8]) -> Option<Vec<Call<'_>>> {
     calls::calls_only(message)
 }
 
-/// Reads the responses of a message that has only responses; see `kvrouter.core.reference.calls`.
+/// Whole responses by number, and others by number and kind.
+type Read<'py> = (Vec<(u64, Bound<'py, PyBytes>)>, Vec<(u64, i32, Bound<'py, PyBytes>)>);
+
+/// Reads the responses of messages; see `kvrouter.core.reference.calls`.
 #[pyfunction]
-pub fn read_responses(message: &[u8]) -> Option<Responses<'_>> {
-    calls::responses_only(message)
+pub fn read_responses<'py>(
+    py: Python<'py>,
+    messages: Vec<Bound<'py, PyBytes>>,
+    most_bytes: usize,
+    writers: &Bound<'py, PyDict>,
+) -> PyResult<(Read<'py>, usize, usize)> {
+    let (mut whole, mut others) = Read::default();
+    let (mut taken, mut count, mut clock) = (0, 0, None);
+    for message in &messages {
+        let message = message.as_bytes();
+        if !others.is_empty() || message.len() > most_bytes {
+            break;
+        }
+        let Some((all_whole, all_others)) = calls::responses_only(message) else { break };
+        for (number, response) in all_whole {
+            if !writers.is_empty() && is_taken(py, number, response, writers, &mut clock)? {
+                taken += 1;
+            } else {
+                whole.push((number, PyBytes::new(py, response)));
+            }
+        }
+        others
+            .extend(all_others.into_iter().map(|(number, kind, response)| (number, kind, PyBytes::new(py, response))));
+        count += 1;
+    }
+    Ok(((whole, others), taken, count))
+}
+
+/// Returns whether the writer of a call takes a response. Removes one that does not.
+fn is_taken(
+    py: Python<'_>,
+    number: u64,
+    response: &[u8],
+    writers: &Bound<'_, PyDict>,
+    clock: &mut Option<i64>,
+) -> PyResult<bool> {
+    let Some(writer) = writers.get_item(number)? else { return Ok(false) };
+    // A writer that fails does so again for the receiver of the call, who handles it.
+    let is_taken = writer.cast::<TokenWriter>()?.try_borrow_mut()?.offer(py, response, clock).unwrap_or(false);
+    if !is_taken {
+        writers.del_item(number)?;
+    }
+    Ok(is_taken)
 }
 
 /// Encodes calls; see `kvrouter.core.reference.calls`.

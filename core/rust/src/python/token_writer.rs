@@ -21,6 +21,8 @@ pub struct TokenWriter {
     events: TokenEvents,
     latency: Option<Py<Observations>>,
     #[pyo3(get, set)]
+    worker: Option<Py<PyAny>>,
+    #[pyo3(get, set)]
     limit: u64,
     #[pyo3(get)]
     last_ns: i64,
@@ -31,6 +33,27 @@ pub struct TokenWriter {
 }
 
 impl TokenWriter {
+    /// Takes a response as `take` does. `clock` has the time, once it was read.
+    pub fn offer(&mut self, py: Python<'_>, response: &[u8], clock: &mut Option<i64>) -> PyResult<bool> {
+        let (1.., Some(latency), Some(worker)) = (self.limit, &self.latency, &self.worker) else {
+            return Ok(false);
+        };
+        let (Some(token), worker) = (outputs::only_token(response), worker.bind(py)) else { return Ok(false) };
+        let is_paused = self.protocol.bind(py).getattr(intern!(py, "writing_paused"))?.is_truthy()?;
+        if is_paused || worker.getattr(intern!(py, "missed"))?.is_truthy()? {
+            return Ok(false);
+        }
+        self.write(py, token)?;
+        count_piece(worker)?;
+        let now_ns = if let Some(now_ns) = *clock { now_ns } else { *clock.insert(clock_ns(py)?) };
+        latency.borrow_mut(py).observe((now_ns - self.last_ns) as f64 / 1e9, 1);
+        self.last_ns = now_ns;
+        self.limit -= 1;
+        self.total += 1;
+        self.taken.extend_from_slice(&token.to_le_bytes());
+        Ok(true)
+    }
+
     /// Writes the event of a token.
     fn write(&self, py: Python<'_>, token: u32) -> PyResult<()> {
         let event = PyBytes::new(py, &self.events.event(token));
@@ -59,8 +82,8 @@ impl TokenWriter {
         are_chunks: bool,
     ) -> Self {
         let events = TokenEvents::new(before, after, are_chunks);
-        let (latency, taken) = (None, Vec::new());
-        Self { pending, wake, transport, protocol, events, latency, limit: 0, last_ns: 0, total: 0, taken }
+        let (latency, worker, taken) = (None, None, Vec::new());
+        Self { pending, wake, transport, protocol, events, latency, worker, limit: 0, last_ns: 0, total: 0, taken }
     }
 
     fn begin(&mut self, limit: u64, last_ns: i64, latency: Py<Observations>) {
@@ -68,20 +91,7 @@ impl TokenWriter {
     }
 
     fn take(&mut self, py: Python<'_>, response: &[u8]) -> PyResult<bool> {
-        let (1.., Some(latency), Some(token)) = (self.limit, &self.latency, outputs::only_token(response)) else {
-            return Ok(false);
-        };
-        if self.protocol.bind(py).getattr(intern!(py, "writing_paused"))?.is_truthy()? {
-            return Ok(false);
-        }
-        self.write(py, token)?;
-        let now_ns = clock_ns(py)?;
-        latency.borrow_mut(py).observe((now_ns - self.last_ns) as f64 / 1e9, 1);
-        self.last_ns = now_ns;
-        self.limit -= 1;
-        self.total += 1;
-        self.taken.extend_from_slice(&token.to_le_bytes());
-        Ok(true)
+        self.offer(py, response, &mut None)
     }
 
     fn taken<'py>(&mut self, py: Python<'py>) -> (usize, Bound<'py, PyBytes>) {
@@ -94,8 +104,15 @@ impl TokenWriter {
         visit.call(&self.pending)?;
         visit.call(&self.wake)?;
         visit.call(&self.transport)?;
+        visit.call(&self.worker)?;
         visit.call(&self.protocol)
     }
+}
+
+/// Counts a piece of a worker's output.
+pub fn count_piece(worker: &Bound<'_, PyAny>) -> PyResult<()> {
+    let pieces = intern!(worker.py(), "pieces");
+    worker.setattr(pieces, worker.getattr(pieces)?.extract::<u64>()? + 1)
 }
 
 /// Returns the time by Python's clock, which callers measure with too.

@@ -119,6 +119,43 @@ async def test_updates_that_gather_while_others_are_under_way_travel_together() 
     assert [(call.first_number, len(call.updates)) for call in updates] == [(1, 1), (2, 5)]
 
 
+async def test_reports_of_output_travel_with_the_next_other_update() -> None:
+    scheduler = Answering()
+    async with linked(scheduler, heartbeat_timeout_seconds=60.0) as link:
+        await until(lambda: link.ready)
+        live, other = booking("a"), booking("b")
+        keep(link, live)
+        link.report_output(live, 17)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not any(call.updates for call in scheduler.calls)
+        scheduler.at_work.clear()
+        link.prefill_complete(live)
+        await until(lambda: any(call.updates for call in scheduler.calls))
+        link.report_output(live, 33)
+        scheduler.at_work.set()
+        await until(lambda: link.waiting_updates == 1)
+        link.free(other, None)
+        await until(lambda: scheduler.freed)
+    updates = [call for call in scheduler.calls if call.updates]
+    assert [(call.first_number, len(call.updates)) for call in updates] == [(1, 2), (3, 2)]
+
+
+async def test_reports_of_output_travel_with_a_selection_or_a_heartbeat() -> None:
+    scheduler = Answering()
+    async with linked(scheduler, heartbeat_timeout_seconds=0.02) as link:
+        await until(lambda: link.ready)
+        live = booking("a")
+        keep(link, live)
+        link.report_output(live, 17)
+        assert link.waiting_updates == 1
+        await link.select(selection(), deadline=Deadline.never())
+        await until(lambda: not link.waiting_updates)
+        link.report_output(live, 33)
+        await until(lambda: not link.waiting_updates)
+    assert [call.updates[0].output.output_tokens for call in scheduler.calls if call.updates] == [17, 33]
+
+
 async def test_a_computed_prompt_is_reported_by_the_free_that_follows_at_once() -> None:
     scheduler = Answering()
     async with linked(scheduler) as link:

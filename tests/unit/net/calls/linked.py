@@ -111,7 +111,7 @@ class Linked:
         """Carries all messages of the server."""
         while (message := self.server.next_message()) is not None:
             self.to_client.append(message)
-            self.client.receive(message)
+            self.client.receive([message])
 
     def carry(self) -> None:
         self.send()

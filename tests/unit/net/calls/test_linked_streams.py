@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import grpc
 import pytest
+from kvrouter.core import Observations, TokenWriter
 from kvrouter.net.calls.client_stream import ClientStream
 from kvrouter.net.calls.errors import CallTimedOut, NotSent, OutcomeUnknown, ProtocolViolation
 from kvrouter.net.calls.limits import SPARSE_PINGS, CallLimits, CallStreamCounts
@@ -15,6 +19,7 @@ from kvrouter.v1.calls_pb2 import (
     OpenCallStreamResponse,
 )
 from kvrouter.v1.errors import KvRouterError, NotFound, TooMuchUnread
+from kvrouter.v1.worker_pb2 import GenerateOutput, WorkerServiceGenerateResponse
 
 from .linked import ECHO, LATER, TOKENS, Linked, Received
 
@@ -190,7 +195,7 @@ def test_a_draining_server_finishes_what_runs_and_reports_the_rest_as_not_sent()
     assert drain is not None
     _, late = linked.start(ECHO, b"late")
     linked.send()
-    linked.client.receive(drain)
+    linked.client.receive([drain])
     assert isinstance(late.errors[0], NotSent)
     with pytest.raises(NotSent):
         linked.start(ECHO)
@@ -222,6 +227,67 @@ def test_an_error_of_a_handler_ends_only_its_call() -> None:
     assert isinstance(error, KvRouterError)
     assert error.code == grpc.StatusCode.INTERNAL
     assert fine.ended == 1
+
+
+class Writing(Received):
+    """Returns a writer, which may take a number of tokens."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.written: dict[asyncio.Transport, list[bytes]] = {}
+        protocol = SimpleNamespace(writing_paused=False)
+        self.writer = TokenWriter(self.written, lambda: None, asyncio.Transport(), protocol, b"", b"", are_chunks=False)
+        self.writer.worker = SimpleNamespace(pieces=0, missed=0)
+        self.writer.begin(limit, 0, Observations([1]))
+
+    def on_response(self, encoded: bytes) -> TokenWriter:  # type: ignore[override]
+        super().on_response(encoded)
+        return self.writer
+
+    @property
+    def tokens(self) -> list[bytes]:
+        return [token for tokens in self.written.values() for token in tokens]
+
+
+def token(number: int) -> bytes:
+    return WorkerServiceGenerateResponse(output=GenerateOutput(token_ids=[number])).SerializeToString()
+
+
+def test_responses_are_offered_to_the_writer_of_their_call_and_refused_ones_are_received() -> None:
+    linked, received = Linked(), Writing(limit=2)
+    linked.client.start(TOKENS, b"", received)
+    linked.carry()
+    ((_, call),) = linked.streaming
+    for number in range(5):
+        call.respond(token(number))
+        linked.answer()
+    call.respond(b"more")
+    call.end()
+    linked.answer()
+    assert received.tokens == [b"1", b"2"]
+    assert received.responses == [token(0), token(3), token(4), b"more"]
+    assert received.ended == 1
+    assert linked.client.counts.items_received == 7
+    assert not linked.client._writers
+
+
+@pytest.mark.parametrize("ends", ["cancel", "lose"])
+def test_the_writer_of_a_call_that_has_ended_takes_nothing(ends: str) -> None:
+    linked, received = Linked(), Writing(limit=9)
+    running = linked.client.start(TOKENS, b"", received)
+    linked.carry()
+    ((_, call),) = linked.streaming
+    call.respond(token(0))
+    linked.answer()
+    assert linked.client._writers
+    if ends == "cancel":
+        running.cancel()
+        call.respond(token(1))
+        linked.answer()
+    else:
+        linked.client.lose("test")
+    assert not received.tokens
+    assert not linked.client._writers
 
 
 def test_a_receiver_that_fails_ends_only_its_call() -> None:

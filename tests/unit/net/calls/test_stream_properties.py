@@ -135,7 +135,7 @@ class Streams(RuleBasedStateMachine):
     @rule()
     def carry_response(self) -> None:
         if self.to_client:
-            self.linked.client.receive(self.to_client.popleft())
+            self.linked.client.receive([self.to_client.popleft()])
 
     @rule()
     def carry_all_requests(self) -> None:

@@ -107,7 +107,7 @@ def fuzz_client_stream(seed: int) -> None:
         for _ in range(rng.randint(1, 60)):
             _use_client(rng, stream, calls, cancelled)
             last = stream._last_number
-            stream.receive(rng.choice(seeds) if rng.random() < 0.05 else random_response(rng, last))
+            stream.receive([rng.choice(seeds) if rng.random() < 0.05 else random_response(rng, last)])
             assert stream._parts_bytes == sum(each.size for each in stream._parts.values())
             assert stream._parts_bytes <= LIMITS.parted_bytes + LIMITS.message_bytes
             assert stream._parts.keys() <= stream._calls.keys()

@@ -28,7 +28,7 @@ def run_script(chunks: list[bytes], sent_by_client: int) -> Outcome:
     """Feeds the client, which sends messages meanwhile. Anything but a violation of the server is a defect."""
     outcome = Outcome()
     call = Http2Call("/a.B/C", "host:1", "http", max_message_bytes=MESSAGE_BYTES)
-    call.on_message = outcome.received.append
+    call.on_messages = outcome.received.extend
     written = call.take()
     for index, chunk in enumerate(chunks):
         if index < sent_by_client and not call.blocked:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 from unittest.mock import Mock
@@ -87,7 +87,7 @@ def test_messages_of_any_size_travel_both_ways(run: Run) -> None:
             sent = [bytes([size % 251]) * size for size in (1, 100_000, 16_384, 900_000, 7)]
             received: list[bytes] = []
             waiting = [*sent]
-            opened_to.start(received.append, lambda: waiting.pop(0) if waiting else None)
+            opened_to.start(received.extend, lambda: waiting.pop(0) if waiting else None)
             async with asyncio.timeout(60):
                 while len(received) < len(sent):
                     await asyncio.sleep(0.01)
@@ -121,7 +121,7 @@ def test_messages_that_arrive_with_the_first_one_wait_for_their_receiver(run: Ru
             opened_to = await connect(target)
             assert await opened_to.exchange(b"hello") == b"first"
             received: list[bytes] = []
-            opened_to.start(received.append, lambda: None)
+            opened_to.start(received.extend, lambda: None)
             assert received == [b"second", b"third"]
             opened_to.close()
 
@@ -177,7 +177,7 @@ def test_an_error_of_the_user_ends_the_call(run: Run, side: str) -> None:
     def next_message() -> bytes | None:
         return waiting.pop() if waiting else None
 
-    def ignore(_message: bytes) -> None:
+    def ignore(_messages: Sequence[bytes]) -> None:
         pass
 
     async def main() -> None:

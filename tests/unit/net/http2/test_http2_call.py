@@ -35,7 +35,7 @@ KEPT = grpc.StatusCode
 def call(**options: Any) -> tuple[Http2Call, list[bytes]]:
     received: list[bytes] = []
     made = Http2Call("/a.B/C", "host:1", "http", max_message_bytes=LIMIT, **options)
-    made.on_message = received.append
+    made.on_messages = received.extend
     return made, received
 
 

@@ -45,7 +45,7 @@ async def call_with_kvrouter(target: str) -> Result:
     try:
         opened_to = await GrpcConnection.open(target, PATH, max_message_bytes=1 << 20)
         received.append(await opened_to.exchange(b"hello"))
-        opened_to.start(received.append, lambda: None)
+        opened_to.start(received.extend, lambda: None)
         await opened_to.wait_ended()
     except ConnectionLost as lost:
         return Result(received, str(lost).partition(":")[0])

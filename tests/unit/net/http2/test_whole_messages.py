@@ -41,7 +41,7 @@ _FRAMES = st.one_of(
 
 def _client(received: list[bytes]) -> Http2Side:
     call = Http2Call("/a.B/C", "host:1", "http", max_message_bytes=100_000)
-    call.on_message = received.append
+    call.on_messages = received.extend
     call.receive(opened())
     return call
 

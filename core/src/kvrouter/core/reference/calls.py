@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from kvrouter.core.interface import Call, Responses, call_of
 from kvrouter.v1.calls_pb2 import CallResponseKind, OpenCallStreamRequest, OpenCallStreamResponse
+
+if TYPE_CHECKING:
+    from kvrouter.core.reference.token_writer import TokenWriter
 
 _FAILED = CallResponseKind.CALL_RESPONSE_KIND_FAILED
 
@@ -26,13 +33,42 @@ def read_calls(message: bytes) -> list[Call] | None:
     return [call_of(call) for call in calls]
 
 
-def read_responses(message: bytes) -> Responses | None:
-    """Returns the responses of an encoded OpenCallStreamResponse.
+def read_responses(
+    messages: Sequence[bytes], most_bytes: int, writers: dict[int, TokenWriter]
+) -> tuple[Responses, int, int]:
+    """Reads the first ones of encoded OpenCallStreamResponses.
 
-    The whole ones as pairs of number and response, and others as number, kind and response. None if the message has
-    anything else, a failure or no responses, is encoded in an unusual way or is malformed: then a parser of all
-    messages must read it.
+    It reads up to one with other than whole responses, which is the last, or to one that has anything else, a failure
+    or no responses, is too long, is encoded in an unusual way or is malformed: then a parser of all messages must read
+    that.
+
+    Args:
+        messages: The messages.
+        most_bytes: Maximum size of a message.
+        writers: Writers by number of a call, which are offered its whole responses. One that does not take a response,
+            or fails, is removed.
+
+    Returns:
+        The responses that were not taken, whole ones as pairs of number and response, and others as number, kind and
+        response; how many were taken; and the number of messages.
     """
+    whole: list[tuple[int, bytes]] = []
+    others: list[tuple[int, int, bytes]] = []
+    taken = count = 0
+    for message in messages:
+        responses = _responses(message) if not others and len(message) <= most_bytes else None
+        if responses is None:
+            break
+        all_whole, others = responses
+        left = [each for each in all_whole if not (each[0] in writers and _is_taken(*each, writers))]
+        whole += left
+        taken += len(all_whole) - len(left)
+        count += 1
+    return (whole, others), taken, count
+
+
+def _responses(message: bytes) -> Responses | None:
+    """Returns the responses of a message; None if it must be read otherwise."""
     try:
         parsed = OpenCallStreamResponse.FromString(message)
     except DecodeError:
@@ -45,6 +81,15 @@ def read_responses(message: bytes) -> Responses | None:
     if any(other.kind == _FAILED or "failure" in other or len(UnknownFieldSet(other)) for other in others):
         return None
     return list(zip(numbers, whole, strict=True)), [(other.number, other.kind, other.response) for other in others]
+
+
+def _is_taken(number: int, response: bytes, writers: dict[int, TokenWriter]) -> bool:
+    """Returns whether the writer of a call takes a response. Removes one that does not."""
+    with suppress(Exception):  # It fails again for the receiver of the call, who handles it.
+        if writers[number].take(response):
+            return True
+    del writers[number]
+    return False
 
 
 def write_calls(calls: list[Call]) -> bytes:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from kvrouter.core.reference.observations import Observations
-from kvrouter.core.reference.token_writer import Client
+from kvrouter.core.reference.token_writer import Client, Worker
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
 _EVENT_END = b"\n\n"
@@ -37,6 +37,8 @@ class ChunkWriter:
         self._transport = transport
         self._protocol = protocol
         self._latency: Observations | None = None
+        self.worker: Worker | None = None
+        """Whose chunks it takes, and counts; None to take none."""
         self.limit = 0
         """Number of tokens that it may yet take."""
         self.last_ns = 0
@@ -59,12 +61,15 @@ class ChunkWriter:
         Returns False, and does nothing, if these are no whole chunks with whole events, or have a usage, which somebody
         must read; and while the client does not read, or gets other bytes before.
         """
-        tokens = _count_tokens(chunks)
-        if self._latency is None or not 0 < tokens <= self.limit or self._protocol.writing_paused:
+        tokens, worker = _count_tokens(chunks), self.worker
+        if self._latency is None or worker is None or not 0 < tokens <= self.limit:
+            return False
+        if self._protocol.writing_paused or worker.missed:
             return False
         if self._transport in self._pending or self._transport.is_closing():
             return False
         self._transport.write(chunks)
+        worker.pieces += 1
         now_ns = time.perf_counter_ns()
         self._latency.observe((now_ns - self.last_ns) / 1e9, tokens)
         self.last_ns = now_ns

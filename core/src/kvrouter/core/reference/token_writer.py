@@ -20,6 +20,15 @@ class Client(Protocol):
         """Whether it leaves output unread."""
 
 
+class Worker(Protocol):
+    """Counts what a worker sends."""
+
+    pieces: int
+    """Pieces of output it has sent."""
+    missed: int
+    """Unanswered probes. Its next piece, which shows that it answers, is left to others."""
+
+
 class TokenWriter:
     """Writes events of one client that differ only in a token, which it reads from a worker's pieces of output.
 
@@ -56,6 +65,8 @@ class TokenWriter:
         self._after = after
         self._are_chunks = are_chunks
         self._latency: Observations | None = None
+        self.worker: Worker | None = None
+        """Whose tokens it takes, and counts; None to take none."""
         self.limit = 0
         """Number of tokens that it may yet take."""
         self.last_ns = 0
@@ -79,13 +90,16 @@ class TokenWriter:
 
         Returns False, and does nothing, if there is anything else to do, or while the client does not read.
         """
-        plain = read_output(response)
-        if not self.limit or self._latency is None or plain is None or self._protocol.writing_paused:
+        plain, worker = read_output(response), self.worker
+        if not self.limit or self._latency is None or worker is None or plain is None:
+            return False
+        if self._protocol.writing_paused or worker.missed:
             return False
         token_ids, finish_reason, cached_tokens = plain
         if len(token_ids) != 1 or finish_reason or cached_tokens is not None:
             return False
         self._write(*token_ids)
+        worker.pieces += 1
         now_ns = time.perf_counter_ns()
         self._latency.observe((now_ns - self.last_ns) / 1e9)
         self.last_ns = now_ns

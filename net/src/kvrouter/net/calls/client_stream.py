@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from kvrouter.core import Call, read_responses, write_calls
+from kvrouter.core import Call, TokenWriter, read_responses, write_calls
 from kvrouter.net.budgets import FloodBudget
 from kvrouter.net.calls.errors import (
     CallTimedOut,
@@ -116,6 +116,8 @@ class ClientStream:
         self._part_bytes = min(limits.part_bytes, self._message_bytes // 4)
         self._last_number = 0
         self._calls: dict[int, RunningCall] = {}
+        self._writers: dict[int, TokenWriter] = {}
+        """Writers that are offered the responses of running calls, by number."""
         self._parts: dict[int, _PartedResponse] = {}
         self._parts_bytes = 0
         self._flood = FloodBudget(_FLOOD_ITEMS, _FLOOD_SECONDS)
@@ -184,6 +186,7 @@ class ClientStream:
         self._leave_lane(call)
         if call.number:
             self._forget_parts(call)
+            self._writers.pop(call.number, None)
             self._cancelled.append(call.number)
             self._flood.earn(_ITEMS_OF_CANCEL)
         self._wake()
@@ -244,24 +247,25 @@ class ClientStream:
         self.counts.items_sent += len(calls) + len(parts) // 2
         return b"".join((head, write_calls(calls), *parts))
 
-    def receive(self, encoded: bytes) -> None:
-        """Processes a message of the server.
+    def receive(self, messages: Sequence[bytes]) -> None:
+        """Processes messages of the server, in order.
 
         Raises:
-            ProtocolViolation: the message breaks a rule of the protocol.
+            ProtocolViolation: one breaks a rule of the protocol.
         """
         self.heard = True
-        responses = read_responses(encoded) if len(encoded) <= self._limits.message_bytes else None
-        if responses is None:
-            items = self._receive_any(encoded)
-        else:
-            whole, others = responses
-            items = len(whole) + len(others)
-            self._receive_whole(whole)
+        counts = self.counts
+        counts.messages_received += len(messages)
+        while messages:
+            (whole, others), written, count = read_responses(messages, self._limits.message_bytes, self._writers)
+            if whole:
+                self._receive_whole(whole)
             for number, kind, response in others:
                 self._receive_response(number, kind, response)
-        self.counts.messages_received += 1
-        self.counts.items_received += items
+            counts.items_received += written + len(whole) + len(others)
+            if not count:
+                counts.items_received += self._receive_any(messages[0])
+            messages = messages[count or 1 :]
         if self.draining:
             self.on_draining()
 
@@ -286,6 +290,7 @@ class ClientStream:
             self._leave_lane(call)
             self._fail(call, OutcomeUnknown(f"the call stream ended before the answer: {cause}"), "unknown")
         self._calls.clear()
+        self._writers.clear()
         self._parts.clear()
         self._parts_bytes = 0
         self._end_ping(answered=False)
@@ -382,9 +387,12 @@ class ClientStream:
                 self._spend(1)
             if receiver is not None:
                 try:
-                    receiver.on_response(response)
+                    writer = receiver.on_response(response)
                 except Exception:
                     self._defect(call)
+                else:
+                    if writer is not None:
+                        self._writers[number] = writer
 
     def _receive_response(self, number: int, kind: int, response: bytes, failure: CallFailure | None = None) -> None:
         call = self._calls.get(number) or self._running(number)
@@ -456,6 +464,7 @@ class ClientStream:
     def _end(self, call: RunningCall) -> ResponseReceiver | None:
         """Removes a call the server has ended. Returns its receiver; None if it was cancelled."""
         del self._calls[call.number]
+        self._writers.pop(call.number, None)
         receiver = call.release()
         if receiver is not None:
             self.counts.running -= 1

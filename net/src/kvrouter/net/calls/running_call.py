@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from typing import Protocol
 
+from kvrouter.core import TokenWriter
 from kvrouter.v1.errors import KvRouterError
 
 
@@ -15,8 +16,8 @@ class ResponseReceiver(Protocol):
     ``on_end`` or ``on_error`` is called once and last, unless the caller cancels the call.
     """
 
-    def on_response(self, encoded: bytes) -> None:
-        """Receives a response."""
+    def on_response(self, encoded: bytes) -> TokenWriter | None:
+        """Receives a response. May return a writer, to which the following responses are offered first."""
 
     def on_end(self) -> None:
         """Receives the end of the call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self, cast
 
 from kvrouter.net.http2.connecting import addresses_of, first_connection, host_and_port
@@ -25,7 +25,7 @@ class GrpcConnection(Endpoint):
         super().__init__()
         self.call = call
         """The call."""
-        call.on_message = self._receive_first
+        call.on_messages = self._receive_first
         call.wake = self.wake
         self.on_going_away: Callable[[], None] = _ignore
         """Called when ``going_away`` becomes true."""
@@ -113,21 +113,21 @@ class GrpcConnection(Endpoint):
         self.wake()
         return await self._first
 
-    def start(self, on_message: Callable[[bytes], None], next_message: Callable[[], bytes | None]) -> None:
+    def start(self, on_messages: Callable[[Sequence[bytes]], None], next_message: Callable[[], bytes | None]) -> None:
         """Starts the exchange of all further messages. The functions are called from the event loop and must not block.
 
         Args:
-            on_message: Called with each message of the server.
+            on_messages: Called with messages of the server, in order.
             next_message: Returns the next message to send, when there is room for one; None if none waits.
 
         An exception of either ends the call.
         """
-        self.call.on_message = on_message
+        self.call.on_messages = on_messages
         self._next_message = next_message
         early, self._early = self._early, []
         try:
-            for message in early:
-                on_message(message)
+            if early:
+                on_messages(early)
         except Exception as error:
             self.end(error)
         self.wake()
@@ -204,13 +204,14 @@ class GrpcConnection(Endpoint):
             self._reported_going_away = True
             self.on_going_away()
 
-    def _receive_first(self, message: bytes) -> None:
-        if self._first.done():
+    def _receive_first(self, messages: Sequence[bytes]) -> None:
+        for message in messages:
+            if not self._first.done():
+                self._first.set_result(message)
+                continue
             if len(self._early) == _MAX_EARLY:
                 raise Http2Violation(f"expected at most {_MAX_EARLY} messages after the first one, received more")
             self._early.append(message)
-        else:
-            self._first.set_result(message)
 
     def _flush(self) -> None:
         self._woken = False

@@ -78,8 +78,8 @@ class Http2Call(Http2Side):
         """Prepares the beginning of the connection; see ``GrpcConnection.open``."""
         super().__init__()
         self._known_blocks = _KNOWN_BLOCKS
-        self.on_message: Callable[[bytes], None] = _ignore
-        """Called with each message of the server."""
+        self.on_messages: Callable[[Sequence[bytes]], None] = _ignore
+        """Called with messages of the server, those of a read together if they are whole."""
         self.ended: tuple[grpc.StatusCode, str] | None = None
         """The call's status, once the server has ended it."""
         self.trailers: dict[bytes, bytes] = {}
@@ -170,7 +170,7 @@ class Http2Call(Http2Side):
     def _take_data(self, stream: int, flags: int, payload: bytes, length: int) -> int:  # noqa: ARG002 - all of it
         if stream != _STREAM or not self._status:
             raise UnexpectedData(stream)
-        messages = self._messages.take(payload, self.on_message)
+        messages = self._messages.take(payload, lambda message: self.on_messages((message,)))
         if flags & END_STREAM:
             self._end(grpc.StatusCode.UNKNOWN, "the server ended the call without a status")
         return messages * _ITEMS_OF_MESSAGE
@@ -179,8 +179,7 @@ class Http2Call(Http2Side):
         reader = self._messages
         if stream != _STREAM or not self._status or reader.begun or reader.max_bytes < LEAST_MAX_FRAME_BYTES:
             return None
-        for message in messages:
-            self.on_message(message)
+        self.on_messages(messages)
         return len(messages) * _ITEMS_OF_MESSAGE
 
     def _check_opening(self, stream: int) -> None:
@@ -234,7 +233,7 @@ class Http2Call(Http2Side):
             self._end(grpc.StatusCode.UNAVAILABLE, reason[:_MAX_DETAILS])
 
 
-def _ignore(_message: bytes) -> None:
+def _ignore(_messages: Sequence[bytes]) -> None:
     pass
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import ClassVar
 
 import grpc
@@ -48,9 +49,9 @@ class Responses:
         connection.call.send(request, last=True)
         connection.start(self._take, lambda: None)
 
-    def _take(self, message: bytes) -> None:
-        self._waiting.append(message)
-        self._waiting_bytes += len(message)
+    def _take(self, messages: Sequence[bytes]) -> None:
+        self._waiting.extend(messages)
+        self._waiting_bytes += sum(map(len, messages))
         if self._waiting_bytes > CONNECTION_WINDOW_BYTES:
             self._connection.call.withhold()
         self._changed.set()

@@ -168,10 +168,6 @@ class BookingUpdates:
         """Returns the call that closes the last opening."""
         return pb.CloseSessionRequest(session_id=self._session_id, opening_number=self.opening_number)
 
-    def heartbeat(self) -> pb.UpdateBookingsRequest:
-        """Returns a call without updates."""
-        return pb.UpdateBookingsRequest(session_id=self._session_id, opening_number=self.opening_number)
-
     def assert_refused(self) -> int:
         """Adds re-asserts of the bookings the Scheduler refused before. Returns how many."""
         refused, self.refused = self.refused & self.live.keys(), set()
@@ -210,7 +206,7 @@ class BookingUpdates:
         return freeing
 
     def next_call(self) -> pb.UpdateBookingsRequest:
-        """Returns the next call with updates to send, as many as fit."""
+        """Returns the next call, with as many of the updates to send as fit; a heartbeat if there are none."""
         unsent, sent = self.unsent, self._sent
         request = pb.UpdateBookingsRequest(
             session_id=self._session_id, opening_number=self.opening_number, first_number=self._first + len(sent)
@@ -224,26 +220,29 @@ class BookingUpdates:
                 size += update.ByteSize()
         return request
 
-    def answered(self, response: pb.UpdateBookingsResponse, *, is_last: bool) -> None:
-        """Processes the response to a call of the current opening.
+    def answered(self, response: pb.UpdateBookingsResponse, *, is_last: bool) -> bool:
+        """Processes the response to a call of the current opening. Returns whether updates must be sent again.
 
         Args:
             response: The response.
             is_last: Whether no other call is unanswered. Updates that were sent then and are not acknowledged were
-                overtaken by later ones, and are sent again.
+                overtaken by later ones.
         """
         # A copy, since the container's own iterator ends with an error, whose text takes longer than the copy.
         for refused in response.refused[:]:
             booking = self._asserting.get(refused.number)
             if booking is not None:
                 self._note_refusal(booking, refused)
-        sent = self._sent
-        while sent and self._first <= response.acknowledged:
+        sent, acknowledged = self._sent, response.acknowledged
+        while sent and self._first <= acknowledged:
             sent.popleft()
-            self._asserting.pop(self._first, None)
+            if self._asserting:
+                self._asserting.pop(self._first, None)
             self._first += 1
-        if is_last and sent:
+        must_repeat = is_last and bool(sent)
+        if must_repeat:
             self._send_again()
+        return must_repeat
 
     def _send_again(self) -> None:
         self._sent.extend(self.unsent)

@@ -1,9 +1,10 @@
 """Keeps a session with the Scheduler of one component, whichever Scheduler that is.
 
 A link keeps one session open. Selections are calls naming it; the progress of bookings travels in numbered updates
-(``kvrouter.frontend.schedulers.booking_updates``), which wait for nothing: those of one step of the event loop
-are sent together at its end, further ones together when these are acknowledged, or ahead of the next selection, so that
-a selection never overtakes an earlier free. When the Scheduler goes away or stops answering heartbeats, or when another
+(``kvrouter.frontend.schedulers.booking_updates``): those of one step of the event loop are sent together at its end,
+further ones together when these are acknowledged, or ahead of the next selection, so that a selection never overtakes
+an earlier free. Reports of output, the most frequent updates, change a load by one block, so they wait for the next
+other update, selection or heartbeat. When the Scheduler goes away or stops answering heartbeats, or when another
 one becomes the component's, the link opens the session at another Scheduler. Selections wait for that up to their
 deadline and keep their arrival time. A call to a Scheduler that has not discovered the workers yet is repeated until it
 has.
@@ -113,6 +114,8 @@ class SchedulerLink:
         """The session, while it is open."""
         self._sending: asyncio.Handle | None = None
         """Sends the updates of this step of the event loop."""
+        self._is_due = False
+        """Whether updates wait that are to be sent when those under way are acknowledged."""
         self._background = trace_context.background()
         self._is_open = asyncio.Event()
         self._failover_until = 0.0
@@ -254,11 +257,12 @@ class SchedulerLink:
             self._schedule_send()
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
-        """Reports the number of output tokens if the request needs a further block. Does not wait."""
+        """Reports the number of output tokens with the next call if the request needs a further block."""
         update = self._updates.report_output(booking, output_tokens)
         if update is not None and self._session is not None:
             self._updates.unsent.append(update)
-            self._schedule_send()
+            if self._updates.overflowed:
+                self._schedule_send()
 
     def free(
         self,
@@ -301,6 +305,7 @@ class SchedulerLink:
         session = self._session
         if session is None:
             return
+        self._is_due = True
         if not session.unanswered:
             if self._sending is None:
                 self._sending = asyncio.get_running_loop().call_soon(self._flush, context=self._background)
@@ -324,6 +329,7 @@ class SchedulerLink:
         self._end(session, f"the Scheduler has not acknowledged {MAX_UPDATES} updates")
 
     def _send_updates(self, session: Session) -> None:
+        self._is_due = False
         # A Scheduler in this process answers before the next call is made.
         session.unanswered += 1
         while session is self._session and self._updates.unsent:
@@ -342,10 +348,10 @@ class SchedulerLink:
             self._end(session, answer.message)
             return
         self._monitor.heard()
-        self._updates.answered(answer, is_last=not session.unanswered)
+        are_lost = self._updates.answered(answer, is_last=not session.unanswered)
         if self._updates.refused:
             self._refusal.set()
-        if self._updates.unsent:
+        if are_lost or self._is_due:
             self._schedule_send()
 
     def _end(self, session: Session, cause: str) -> None:
@@ -431,7 +437,10 @@ class SchedulerLink:
             self._schedule_send()
 
     async def _end_when_silent(self, scheduler_id: str, session: Session) -> None:
-        """Sends heartbeats. Leaves a Scheduler that answers nothing, not even the opening, if there is another."""
+        """Sends heartbeats, with the updates that wait.
+
+        Leaves a Scheduler that answers nothing, not even the opening, if there is another.
+        """
         while True:
             await asyncio.sleep(self._heartbeat_timeout / MISSES)
             self._monitor.tick()
@@ -440,7 +449,7 @@ class SchedulerLink:
                 self._choice.avoid(scheduler_id, cause)
                 raise _SessionEnded(cause)
             if session is self._session and not session.unanswered:
-                self._send_call(session, self._updates.heartbeat())
+                self._send_call(session, self._updates.next_call())
 
     async def _end_when_lost(self, session: Session) -> None:
         await session.connection.lost()

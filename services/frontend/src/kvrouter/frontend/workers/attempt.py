@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import grpc
 import msgspec
 import structlog
 from google.protobuf.message import DecodeError
-from kvrouter.core import read_output
+from kvrouter.core import TokenWriter, read_output
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.failures import Fault, WorkerFailure, WorkerFate, fault_of
@@ -67,9 +67,10 @@ class Dispatch(msgspec.Struct, eq=False):
     take it, or continue it once it has output."""
     stays_a_probe: bool = False
     """Whether to wait for one more missed probe before leaving a worker that does not answer."""
-    on_written: Callable[[int, bytes, int], None] = lambda _tokens, _token_ids, _last_ns: None
+    on_written: Callable[[int, bytes, int], int] = lambda _tokens, _token_ids, _last_ns: 0
     """Called with the number of tokens that the writer has taken, their packed ids if it knows them, and the time of
-    the last one: before a piece passes that the writer does not take, and before the attempt ends."""
+    the last one: with the piece after as many as it may take, before a piece passes that it does not take, and before
+    the attempt ends. Returns how many further ones it may take."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -113,7 +114,7 @@ class WorkerAttempt:
         self._left = self._max_tokens
         """Tokens that may yet arrive, whether or not the worker keeps to the limit.
 
-        ``_settle`` subtracts those that the writer has taken.
+        ``_count_written`` subtracts those that the writer has taken.
         """
         self._writer: OutputWriter | None = None
         """Takes the usual pieces."""
@@ -167,20 +168,21 @@ class WorkerAttempt:
         self._end(error)
         return True
 
-    def on_response(self, encoded: bytes) -> None:
-        """Passes a piece on that a worker has sent, an encoded WorkerServiceGenerateResponse."""
-        worker = self._worker
-        worker.pieces += 1
-        if self._writer is not None:
-            try:
-                if not worker.missed and self._writer.take(encoded):
-                    return
-            except Exception as error:
-                self._receiver_failed(error)
-                return
+    def on_response(self, encoded: bytes) -> TokenWriter | None:
+        """Passes a piece on that a worker has sent, an encoded WorkerServiceGenerateResponse.
+
+        Returns a writer, to which the following pieces are offered first; None without one.
+        """
+        if not self.offer(encoded):
             self._settle()
-        if (self._over or self._finish_reason or worker.missed) and self._has_finished():
-            return
+            worker = self._worker
+            worker.pieces += 1
+            if not ((self._over or self._finish_reason or worker.missed) and self._has_finished()):
+                self._read(encoded)
+        return cast("TokenWriter | None", self._writer)
+
+    def _read(self, encoded: bytes) -> None:
+        """Passes a piece on that the writer has not taken."""
         plain = read_output(encoded)
         if plain is not None and self._has_output:
             token_ids, finish_reason, cached_tokens = plain
@@ -197,23 +199,25 @@ class WorkerAttempt:
             self._take(output)
 
     def offer(self, data: bytes) -> bool:
-        """Offers to the writer what an engine has sent over its OpenAI API. Returns False if ``take`` must get it."""
-        worker = self._worker
-        if self._writer is None or worker.missed:
+        """Offers to the writer what a worker, or an engine over its OpenAI API, has sent.
+
+        Returns False if the writer has not taken it.
+        """
+        writer = self._writer
+        if writer is None:
             return False
         try:
-            if not self._writer.take(data):
-                return False
+            if not writer.limit:
+                self._count_written(writer)
+            return writer.take(data)
         except Exception as error:
             self._receiver_failed(error)
-        worker.pieces += 1
-        return True
+            return True
 
     def take(self, output: Output) -> None:
         """Passes a piece on that an engine has sent over its OpenAI API."""
+        self._settle()
         self._worker.pieces += 1
-        if self._writer is not None:
-            self._settle()
         if (self._over or self._finish_reason or self._worker.missed) and self._has_finished():
             return
         if self._has_output and not output.finish_reason and output.tokens <= self._left:
@@ -290,17 +294,21 @@ class WorkerAttempt:
         else:
             if writer is not None and not self._over:
                 writer.limit = min(writer.limit, self._left)
+                writer.worker = self._worker
                 self._writer = writer
 
     def _settle(self) -> None:
         """Counts the tokens that the writer has taken, and stops offering pieces to it."""
         writer, self._writer = self._writer, None
-        if writer is None:
-            return
+        if writer is not None:
+            self._count_written(writer)
+
+    def _count_written(self, writer: OutputWriter) -> None:
+        """Counts the tokens that the writer has taken, and lets it take further ones."""
         tokens, token_ids = writer.taken()
         if tokens:
             self._left -= tokens
-            self._dispatch.on_written(tokens, token_ids, writer.last_ns)
+            writer.limit = min(self._dispatch.on_written(tokens, token_ids, writer.last_ns), self._left)
 
     def _receiver_failed(self, error: Exception) -> None:
         """Ends the attempt. The error is raised in the request's task, since the connection serves other requests."""

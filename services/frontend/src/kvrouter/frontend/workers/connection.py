@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvrouter.core import TokenWriter
 from kvrouter.frontend.workers.attempt import RunningCall
 from kvrouter.net import trace_context
 from kvrouter.net.calls import CallStreamCounts, NotSent, OutcomeUnknown
@@ -54,8 +55,8 @@ class Probe(Enum):
 class ResponseReceiver(Protocol):
     """Receives the responses of one call. Its methods are called from the connection's reader and must not block."""
 
-    def on_response(self, encoded: bytes) -> None:
-        """Receives an encoded response."""
+    def on_response(self, encoded: bytes) -> TokenWriter | None:
+        """Receives an encoded response. May return a writer, to which the following ones are offered first."""
 
     def on_end(self) -> None:
         """Receives the end of a call that succeeded."""

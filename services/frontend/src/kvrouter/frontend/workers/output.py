@@ -6,10 +6,10 @@ Nearly all pieces of a stream have only tokens: an ``Output``. The others are a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, cast
+from typing import Literal, TypeAlias, cast
 
 import msgspec
-from kvrouter.core import Observations
+from kvrouter.core import ChunkWriter, TokenWriter
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
@@ -24,24 +24,8 @@ OptionalField = Literal["cached_tokens", "finish_reason", "transfer_params"]
 _UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
 
 
-class OutputWriter(Protocol):
-    """Writes the usual pieces of an output to its client. Such a piece skips the steps that others pass through."""
-
-    limit: int
-    """Number of tokens that it may yet take."""
-
-    @property
-    def last_ns(self) -> int:
-        """Time of the latest token, by ``time.perf_counter_ns``."""
-
-    def begin(self, limit: int, last_ns: int, latency: Observations) -> None:
-        """Lets it take so many tokens, after one at ``last_ns``. ``latency`` observes the time between them."""
-
-    def take(self, piece: bytes) -> bool:
-        """Writes a piece as it was received. Returns False, and does nothing, if there is anything else to do."""
-
-    def taken(self) -> tuple[int, bytes]:
-        """Returns the number of tokens taken since it was last asked, and their ids, packed, if it knows them."""
+OutputWriter: TypeAlias = TokenWriter | ChunkWriter
+"""Writes the usual pieces of an output to its client. Such a piece skips the steps that others pass through."""
 
 
 class Output(msgspec.Struct, eq=False, gc=False):
