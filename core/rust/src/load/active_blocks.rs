@@ -5,6 +5,10 @@
 //! block. A booking stores the groups at the time of its start, and a group that is split links to its rest. Groups are
 //! identified by their first block, so that the smaller part of a split can become the new group. A block thus moves at
 //! most as often as its group can be halved.
+//!
+//! Hashes are those of sequences: two prompts with an equal hash have all hashes before it in common. A booking of others
+//! makes counts wrong, also those of prompts that share a hash with it, until it ends. It ends as it began: then nothing
+//! of it is left.
 
 use std::sync::Arc;
 
@@ -13,8 +17,6 @@ use crate::load::block_users::{Users, each_slot};
 use crate::storage::table::Table;
 use crate::storage::tagmap::TagMap;
 
-/// Distance of prefetching in the table, in blocks.
-const AHEAD: usize = 8;
 /// Memory that stays when no block is active. To map it for the next request takes as long as the rest of its booking.
 const KEPT_BYTES: usize = 1 << 20;
 /// Size of the table by hash up to which it does not shrink with the blocks: that of two prompts of 128k tokens.
@@ -138,51 +140,33 @@ impl ActiveBlocks {
         lost
     }
 
-    /// Returns for each slot the number of a prompt's blocks that its rank uses, and the number of leading ones.
-    pub fn usage(&self, hashes: &[u64], slots: usize) -> Vec<(u32, u32)> {
-        let mut used = vec![(0, 0); slots];
-        // Ranks that use all blocks so far. In a chain of hashes, a rank that uses a block uses all blocks before it,
-        // so each rank leaves once and none returns.
+    /// Returns for each slot how many leading blocks of a prompt its rank uses.
+    pub fn leading(&self, hashes: &[u64], slots: usize) -> Vec<u32> {
+        let mut leading = vec![0; slots];
+        // Ranks that use all blocks so far. Each leaves once and none returns.
         let mut along = vec![u64::MAX; slots.div_ceil(64)];
         let mut scratch = Vec::new();
-        let mut reached = 0;
-        self.visit(hashes, |at, blocks, users| {
-            let users = users.bits(&mut scratch);
-            for (place, along) in along.iter_mut().enumerate() {
-                let here = users.get(place).copied().unwrap_or(0);
-                let stay = if at == reached { *along & here } else { 0 };
-                each_slot(place, *along & !stay, |slot| put(&mut used, slot, (reached, reached)));
-                each_slot(place, here & !stay, |slot| {
-                    let (present, leading) = used.get(slot).copied().unwrap_or_default();
-                    put(&mut used, slot, (present + blocks, leading));
-                });
-                *along = stay;
-            }
-            reached = at + blocks;
-        });
-        for (place, along) in along.iter().enumerate() {
-            each_slot(place, *along, |slot| put(&mut used, slot, (reached, reached)));
-        }
-        used
-    }
-
-    /// Calls `f` with every active part of a prompt: its first block, its length, and its ranks.
-    fn visit(&self, hashes: &[u64], mut f: impl FnMut(u32, u32, &Users)) {
-        if self.len() == 0 {
-            return;
-        }
         let mut at = 0;
-        while let Some(hash) = hashes.get(at) {
-            self.prefetch(hashes, at);
-            let Some(block) = self.find(*hash).map(|id| self.blocks.at(id)) else {
-                at += 1;
-                continue;
-            };
+        while let Some(id) = hashes.get(at).and_then(|hash| self.find(*hash)) {
+            let block = self.blocks.at(id);
             let group = self.groups.at(block.group);
-            let same = self.common(group, block.at, hashes.get(at..).unwrap_or_default()).max(1);
-            f(at as u32, same, &group.users);
-            at += same as usize;
+            let users = group.users.bits(&mut scratch);
+            let mut left = 0;
+            for (place, along) in along.iter_mut().enumerate() {
+                let stay = *along & users.get(place).copied().unwrap_or(0);
+                each_slot(place, *along & !stay, |slot| put(&mut leading, slot, at as u32));
+                *along = stay;
+                left |= stay;
+            }
+            if left == 0 {
+                return leading;
+            }
+            at += self.common(group, block.at, hashes.get(at..).unwrap_or_default()).max(1) as usize;
         }
+        for (place, along) in along.iter().enumerate() {
+            each_slot(place, *along, |slot| put(&mut leading, slot, at as u32));
+        }
+        leading
     }
 
     #[inline]
@@ -190,17 +174,21 @@ impl ActiveBlocks {
         self.by_hash.find(self.secret.mix(hash), |id| self.blocks.at(id).hash == hash)
     }
 
-    #[inline]
-    fn prefetch(&self, hashes: &[u64], at: usize) {
-        if let Some(later) = hashes.get(at + AHEAD) {
-            self.by_hash.prefetch(self.secret.mix(*later));
-        }
-    }
-
-    /// Returns how many blocks of a group, from `at` on, are equal to the first of `hashes`.
+    /// Returns how many blocks of a group, from `at` on, are equal to the first of `hashes`. In a chain of hashes, those
+    /// before an equal one are equal, so a few are compared instead of thousands.
     fn common(&self, group: &Group, at: u32, hashes: &[u64]) -> u32 {
         let ids = group.ids.get(at as usize..group.to as usize).unwrap_or_default();
-        ids.iter().zip(hashes).take_while(|(id, hash)| self.blocks.at(**id).hash == **hash).count() as u32
+        let ids = ids.get(..hashes.len()).unwrap_or(ids);
+        let is_same = |number: usize, id: u32| hashes.get(number) == Some(&self.blocks.at(id).hash);
+        if ids.last().is_some_and(|id| is_same(ids.len() - 1, *id)) {
+            return ids.len() as u32;
+        }
+        let (mut same, mut differs) = (0, ids.len());
+        while same < differs {
+            let middle = same.midpoint(differs);
+            if ids.get(middle).is_some_and(|id| is_same(middle, *id)) { same = middle + 1 } else { differs = middle }
+        }
+        same as u32
     }
 
     /// Splits groups so that the first of `hashes`, which begin with the block `first`, form a group.
@@ -268,14 +256,14 @@ impl ActiveBlocks {
     }
 }
 
-fn put(used: &mut [(u32, u32)], slot: usize, what: (u32, u32)) {
-    if let Some(used) = used.get_mut(slot) {
-        *used = what;
+fn put(leading: &mut [u32], slot: usize, blocks: u32) {
+    if let Some(leading) = leading.get_mut(slot) {
+        *leading = blocks;
     }
 }
 
-/// Returns the distinct hashes with their first positions; None if all hashes are distinct.
-pub fn without_repeats(hashes: &[u64], secret: &Secret) -> Option<(Vec<u64>, Vec<u32>)> {
+/// Returns the distinct hashes in order of their first positions; None if all hashes are distinct.
+pub fn without_repeats(hashes: &[u64], secret: &Secret) -> Option<Vec<u64>> {
     // The table is at most half full and randomly filled, so that each hash is found in few steps.
     let mask = (hashes.len() * 2).next_power_of_two() - 1;
     let mut places = vec![u32::MAX; mask + 1];
@@ -294,11 +282,8 @@ pub fn without_repeats(hashes: &[u64], secret: &Secret) -> Option<(Vec<u64>, Vec
         true
     };
     let repeat = (0u32..).zip(hashes).find(|(number, hash)| !first(number, hash))?.0;
-    let kept = (0..repeat).zip(hashes.iter().copied());
-    let later =
-        (repeat..).zip(hashes.iter().copied().skip(repeat as usize)).filter(|(number, hash)| first(number, hash));
-    let (origins, distinct) = kept.chain(later).unzip();
-    Some((distinct, origins))
+    let later = (repeat..).zip(hashes.iter().skip(repeat as usize)).filter(|(number, hash)| first(number, hash));
+    Some(hashes.iter().take(repeat as usize).chain(later.map(|(_, hash)| hash)).copied().collect())
 }
 
 #[cfg(test)]
@@ -307,9 +292,19 @@ mod tests {
 
     type Stretch = (u32, u32, Vec<(u32, u32)>);
 
+    /// Returns each active part of a prompt: its first block, its length, and its ranks.
     fn stretches(active: &ActiveBlocks, hashes: &[u64]) -> Vec<Stretch> {
-        let mut found = Vec::new();
-        active.visit(hashes, |at, blocks, users| found.push((at, blocks, users.as_slice().to_vec())));
+        let (mut found, mut at) = (Vec::new(), 0);
+        while at < hashes.len() {
+            let Some(block) = active.find(hashes[at]).map(|id| active.blocks.at(id)) else {
+                at += 1;
+                continue;
+            };
+            let group = active.groups.at(block.group);
+            let same = active.common(group, block.at, &hashes[at..]);
+            found.push((at as u32, same, group.users.as_slice().to_vec()));
+            at += same as usize;
+        }
         found
     }
 
@@ -338,16 +333,16 @@ mod tests {
     }
 
     #[test]
-    fn usage_counts_the_blocks_that_each_rank_uses() {
+    fn leading_blocks_end_at_the_first_one_that_a_rank_lacks() {
         let mut active = ActiveBlocks::new();
         active.add(&[1, 2, 3, 4], 0).unwrap();
         active.add(&[1, 2], 70).unwrap();
         active.add(&[3, 4], 2).unwrap();
-        let usage = active.usage(&[1, 2, 3, 4, 5], 71);
-        assert_eq!((usage[0], usage[70], usage[2], usage[1]), ((4, 4), (2, 2), (2, 0), (0, 0)));
-        let usage = active.usage(&[1, 9, 2, 3], 71);
-        assert_eq!((usage[0], usage[70], usage[2], usage[1]), ((3, 1), (2, 1), (1, 0), (0, 0)));
-        assert!(active.usage(&[1], 0).is_empty());
+        let leading = active.leading(&[1, 2, 3, 4, 5], 71);
+        assert_eq!((leading[0], leading[70], leading[2], leading[1]), (4, 2, 0, 0));
+        let leading = active.leading(&[1, 9, 2, 3], 71);
+        assert_eq!((leading[0], leading[70], leading[2]), (1, 1, 0));
+        assert!(active.leading(&[1], 0).is_empty());
     }
 
     #[test]
@@ -370,6 +365,6 @@ mod tests {
         let secret = Secret::random();
         assert!(without_repeats(&[], &secret).is_none());
         assert!(without_repeats(&[3, 1, 2], &secret).is_none());
-        assert_eq!(without_repeats(&[3, 1, 3, 2, 1, 2, 4], &secret), Some((vec![3, 1, 2, 4], vec![0, 1, 3, 6])));
+        assert_eq!(without_repeats(&[3, 1, 3, 2, 1, 2, 4], &secret), Some(vec![3, 1, 2, 4]));
     }
 }

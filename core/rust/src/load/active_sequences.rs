@@ -182,7 +182,7 @@ impl Sequences {
             Blocks::Untracked | Blocks::Unique => &[],
         };
         let distinct = without_repeats(shared, &self.secret);
-        let distinct = distinct.as_ref().map_or(shared, |(hashes, _)| hashes);
+        let distinct = distinct.as_deref().unwrap_or(shared);
         let Some((pieces, gained)) = self.active.add(distinct, slot) else { return Booked::NoMemory };
         let live = Live {
             rank,
@@ -317,37 +317,27 @@ impl Sequences {
 
     /// Returns the load of every rank, with the blocks of a prompt and `tail` private ones added.
     pub fn loads(&mut self, hashes: &[u64], tail: u64) -> Columns {
-        let repeats = without_repeats(hashes, &self.secret);
-        let distinct = repeats.as_ref().map_or(hashes, |(distinct, _)| distinct);
-        let mut used = self.active.usage(distinct, self.loads.len());
-        if let Some((_, origins)) = &repeats {
-            // Leading blocks end at the first unused block, which counts where it first occurs in the prompt.
-            let whole = hashes.len() as u32;
-            for (_, leading) in &mut used {
-                *leading = origins.get(*leading as usize).copied().unwrap_or(whole);
-            }
-        }
-        let added = distinct.len() as u128 + u128::from(tail);
+        let leading = self.active.leading(hashes, self.loads.len());
+        let added = hashes.len() as u128 + u128::from(tail);
         let order = self.order.get_or_insert_with(|| Order {
             names: self.slots.keys().copied().collect(),
             slots: self.slots.values().copied().collect(),
         });
-        let rows: Vec<(&Row, u32, u32)> = order
+        let rows: Vec<(&Row, u32)> = order
             .slots
             .iter()
-            .filter_map(|slot| Some((self.loads.row(*slot)?, used.get(*slot as usize)?)))
-            .map(|(row, (present, leading))| (row, *present, *leading))
+            .filter_map(|slot| Some((self.loads.row(*slot)?, *leading.get(*slot as usize)?)))
             .collect();
         let mut words = Vec::with_capacity(7 * rows.len());
         let whole = |number: i64| number.to_ne_bytes();
         // Column by column: one loop over all of them takes twice as long.
-        words.extend(rows.iter().map(|(row, present, _)| whole(word(row.blocks + added - u128::from(*present)))));
-        words.extend(rows.iter().map(|(row, ..)| whole(row.prefill_tokens)));
-        words.extend(rows.iter().map(|(row, ..)| whole(row.requests)));
-        words.extend(rows.iter().map(|(_, _, leading)| whole(i64::from(*leading))));
-        words.extend(rows.iter().map(|(row, ..)| whole(row.head_prefill_tokens)));
-        words.extend(rows.iter().map(|(row, ..)| whole(row.prefill_requests)));
-        words.extend(rows.iter().map(|(row, ..)| row.head_prefill_since.to_ne_bytes()));
+        words.extend(rows.iter().map(|(row, leading)| whole(word(row.blocks + added - u128::from(*leading)))));
+        words.extend(rows.iter().map(|(row, _)| whole(row.prefill_tokens)));
+        words.extend(rows.iter().map(|(row, _)| whole(row.requests)));
+        words.extend(rows.iter().map(|(_, leading)| whole(i64::from(*leading))));
+        words.extend(rows.iter().map(|(row, _)| whole(row.head_prefill_tokens)));
+        words.extend(rows.iter().map(|(row, _)| whole(row.prefill_requests)));
+        words.extend(rows.iter().map(|(row, _)| row.head_prefill_since.to_ne_bytes()));
         Columns { ranks: Arc::clone(&order.names), words }
     }
 }

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from kvrouter.core.interface import Rank
 from kvrouter.core.interface.load import MEAN_BOOKINGS, MEAN_STEP
+from kvrouter.core.reference.hashing import chain
 
 from ..batches import BookingRequest, load_rows, packed
 
@@ -121,8 +122,45 @@ def test_unique_blocks_are_shared_with_no_one(sequences_class: type) -> None:
 def test_a_prompt_is_added_to_each_rank(sequences_class: type) -> None:
     sequences = with_ranks(sequences_class, ONE, TWO)
     sequences.book(*booking("a", [1, 2, 3], 48, prefill=7))
-    assert load_rows(sequences.loads(packed([1, 2, 9, 3]), 70)) == [(ONE, 3 + 1 + 1, 7, 1, 2), (TWO, 4 + 1, 0, 0, 0)]
+    assert load_rows(sequences.loads(packed([1, 2, 9, 8]), 70)) == [(ONE, 3 + 2 + 1, 7, 1, 2), (TWO, 4 + 1, 0, 0, 0)]
     assert load(sequences)[0] == 3, "asking books nothing"
+
+
+def test_blocks_that_a_prompt_repeats_count_once(sequences_class: type) -> None:
+    """Local hashes can be made up so that sequence hashes repeat."""
+    sequences = with_ranks(sequences_class)
+    assert sequences.book(*booking("a", [1, 2, 1, 2]))
+    assert load(sequences)[0] == 2
+    assert sequences.free(("a", 0, 1))
+    assert load(sequences) == (0, 0, 0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from([ONE, TWO]), st.lists(st.integers(1, 12), max_size=14)),
+        max_size=40,
+    ),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=200)
+def test_nothing_is_left_of_prompts_with_hashes_that_are_not_chained(
+    sequences_class: type, calls: list[tuple[int, Rank, list[int]]], rng: random.Random
+) -> None:
+    sequences = with_ranks(sequences_class, ONE, TWO)
+    live: dict[int, BookingRequest] = {}
+    for number, (place, rank, hashes) in enumerate(calls):
+        if place in live:
+            assert sequences.free(live.pop(place).key)
+        else:
+            live[place] = booking("a", hashes, rank=rank, attempt=number)
+            assert sequences.book(*live[place]) is not None
+        prompt = rng.choices(range(1, 13), k=len(hashes))
+        for _, active, _, _, leading in load_rows(sequences.loads(packed(prompt), BLOCK * len(prompt))):
+            assert active >= 0
+            assert 0 <= leading <= len(prompt)
+    for place in rng.sample(sorted(live), len(live)):
+        assert sequences.free(live[place].key)
+    assert load_rows(sequences.loads()) == [(ONE, 0, 0, 0, 0), (TWO, 0, 0, 0, 0)]
 
 
 def test_keys_are_requests_attempts_and_stages(sequences_class: type) -> None:
@@ -261,7 +299,7 @@ class Model:
             while leading < len(prompt) and prompt[leading] in shared:
                 leading += 1
             prefill = sum(entry[0].prefill_tokens for entry in mine if not entry[2])
-            rows.append((rank, len(shared | set(prompt)) + private, prefill, len(mine), leading))
+            rows.append((rank, len(shared) + len(prompt) - leading + private, prefill, len(mine), leading))
         return rows
 
 
@@ -286,7 +324,8 @@ def test_loads_equal_what_a_count_from_scratch_says(sequences_class: type, calls
     for rank in (ONE, TWO):
         sequences.add_rank(rank)
         model.ranks.add(rank)
-    for kind, name, attempt, rank, hashes, tokens, (track, unique) in calls:
+    for kind, name, attempt, rank, blocks, tokens, (track, unique) in calls:
+        hashes = list(chain(None, blocks))
         key = (name, attempt, 1)
         entry = model.live.get(key)
         if kind == "book":
@@ -322,7 +361,7 @@ def test_loads_equal_what_a_count_from_scratch_says(sequences_class: type, calls
             model.freed.update(gone)
             model.live = {key: entry for key, entry in model.live.items() if key not in gone}
         assert len(sequences) == len(model.live)
-        prompt = hashes[::-1]
+        prompt = list(chain(None, blocks[::-1]))
         for hashes_asked, tokens_asked in (([], 0), (prompt, BLOCK * len(prompt) + tokens % BLOCK)):
             assert load_rows(sequences.loads(packed(hashes_asked), tokens_asked)) == model.loads(
                 hashes_asked, tokens_asked

@@ -11,7 +11,7 @@ LoadColumns = tuple[tuple[Rank, ...], bytes]
 
 Six columns of signed 64-bit integers, in which a sum above 2^63 - 1 is given as 2^63 - 1:
 
-1. distinct blocks of the requests in flight and of the given request, if any;
+1. distinct blocks of the requests in flight, and those of the given request, if any, behind its leading active ones;
 2. prompt tokens booked and not yet computed, without those of the given request;
 3. sequences of the live bookings;
 4. leading blocks of the given request active on the rank; 0 without a request;
@@ -68,7 +68,9 @@ class ActiveSequences(Protocol):
         Args:
             key: (request_id, attempt, stage)
             rank: Its rank.
-            sequence_hashes: Packed sequence hashes of the prompt's full blocks.
+            sequence_hashes: Packed sequence hashes of the prompt's full blocks. They must be chained: prompts with one
+                in common have all before it in common. Else counts are wrong until the booking ends, also those of
+                other prompts that share a hash with it.
             prompt_tokens: Tokens of the prompt.
             prefill_tokens: Prompt tokens to compute on the rank: those missing in its cache at the booking.
             track_blocks: Whether its blocks count as active.
@@ -115,7 +117,8 @@ class ActiveSequences(Protocol):
     def loads(self, sequence_hashes: bytes = b"", prompt_tokens: int = 0) -> LoadColumns:
         """Returns the load of every rank. The blocks of a given prompt, with its partial one, count as active.
 
-        The native core returns the same tuple of ranks until they change.
+        Hashes must be chained, as in ``book``; else the counts are wrong. The native core returns the same tuple of
+        ranks until they change.
 
         Raises:
             ValueError: the number of bytes of the sequence hashes is not a multiple of 8.

@@ -182,14 +182,10 @@ class ActiveSequences:
         tail = self._blocks(prompt_tokens) - prompt_tokens // self._block_size
         rows, since = [], array("d")
         for rank, load in sorted(self._loads.items()):
-            active = (
-                len(load.shared)
-                + sum(1 for place in set(places) if place not in load.shared)
-                + sum(self._private_blocks(live) for live in load.live.values())
-                + tail
-            )
-            prefill = sum(live.prefill_tokens for live in load.live.values() if not live.prefilled)
             leading = next((depth for depth, place in enumerate(places) if place not in load.shared), len(places))
+            private = sum(self._private_blocks(live) for live in load.live.values())
+            active = len(load.shared) + private + len(places) - leading + tail
+            prefill = sum(live.prefill_tokens for live in load.live.values() if not live.prefilled)
             head = next(iter(load.prompts.values()), 0)
             rows.append((active, prefill, self.sequences(rank), leading, head, len(load.prompts)))
             since.append(load.since if load.prompts else math.inf)
