@@ -8,12 +8,13 @@ from unittest.mock import patch
 
 import pytest
 from hypothesis import given, strategies as st
+from kvrouter.core import read_messages
 from kvrouter.net.http2 import side as sides
 from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, PADDED, PREFACE, Kind, frame, settings, window_update
 from kvrouter.net.http2.http2_call import Http2Call
 from kvrouter.net.http2.received_call import Received, ReceivedCall
 from kvrouter.net.http2.received_calls import ReceivedCalls
-from kvrouter.net.http2.side import Http2Side, Http2Violation
+from kvrouter.net.http2.side import Flood, Http2Side, Http2Violation
 
 from .http2_server import data, headers, opened, prefixed
 
@@ -48,6 +49,20 @@ def _client(received: list[bytes]) -> Http2Side:
 
 def _starting_server(received: list[bytes]) -> Http2Side:
     return _server(lambda call: call.start(received.append, lambda: received.append(b"half-closed"), lambda: None))
+
+
+def _leaving_server(received: list[bytes]) -> Http2Side:
+    """Returns a server whose call ends with the first empty message."""
+
+    def leave(call: ReceivedCall) -> None:
+        def take(message: bytes) -> None:
+            received.append(message)
+            if not message:
+                call.finish()
+
+        call.start(take, lambda: None, lambda: None)
+
+    return _server(leave)
 
 
 def _reading_server(_received: list[bytes]) -> Http2Side:
@@ -104,3 +119,33 @@ async def test_whole_messages_have_the_effects_of_their_frames(
     at_once = effects()
     with patch.object(sides, "read_messages", lambda *_: (0, [], 0, 0, 0)):
         assert at_once == effects()
+
+
+def _ended(side: Any) -> None:
+    side.calls[1].finish()
+
+
+def _begun(side: Any) -> None:
+    side.receive(data(prefixed(bytes(1_000_000))[:10]))
+
+
+@pytest.mark.parametrize("begin", [_ended, _begun])
+async def test_messages_that_are_not_taken_are_parsed_natively_once(begin: Callable[[Any], None]) -> None:
+    side, positions = _reading_server([]), []
+    begin(side)
+
+    def parsed(buffer: bytes, position: int, short_bytes: int) -> tuple[int, list[bytes], int, int, int]:
+        positions.append(position)
+        return read_messages(buffer, position, short_bytes)
+
+    with patch.object(sides, "read_messages", parsed):
+        side.receive(data(prefixed(bytes(260))) * 100)
+    assert positions == [0]
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+async def test_data_after_the_end_of_their_call_are_a_flood(is_native: bool) -> None:
+    side = _leaving_server([])
+    native = read_messages if is_native else lambda *_: (0, [], 0, 0, 0)
+    with patch.object(sides, "read_messages", native), pytest.raises(Flood):
+        side.receive(data(prefixed(b"")) + data(prefixed(b"x")) * 2_000)

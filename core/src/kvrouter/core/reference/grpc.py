@@ -43,12 +43,14 @@ def read_messages(data: bytes, start: int, short_bytes: int) -> tuple[int, list[
 def _split(payload: bytes) -> list[bytes]:
     """Returns the messages of a payload; none if it contains anything else."""
     messages: list[bytes] = []
-    while payload:
-        if len(payload) < _MESSAGE_HEADER.size:
+    position = 0
+    while position < len(payload):
+        if len(payload) - position < _MESSAGE_HEADER.size:
             return []
-        compressed, size = _MESSAGE_HEADER.unpack_from(payload)
-        message, payload = payload[_MESSAGE_HEADER.size :][:size], payload[_MESSAGE_HEADER.size + size :]
-        if compressed or len(message) < size:
+        compressed, size = _MESSAGE_HEADER.unpack_from(payload, position)
+        start = position + _MESSAGE_HEADER.size
+        position = start + size
+        if compressed or position > len(payload):
             return []
-        messages.append(message)
+        messages.append(payload[start:position])
     return messages

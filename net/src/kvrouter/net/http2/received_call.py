@@ -153,6 +153,7 @@ class ReceivedCall:
 
     async def read(self) -> Any:
         """Returns the next message; grpc.aio.EOF if the client sends no more."""
+        assert self._waiter is None, "one task reads a call"  # noqa: S101
         while not self._messages:
             if self._half_closed:
                 return grpc.aio.EOF
@@ -172,10 +173,13 @@ class ReceivedCall:
     async def answer(self, respond: Callable[[bytes], bytes | None]) -> None:
         """Answers further messages in the step that reads them, until one must be read; returns then, and at their end.
 
+        Before it returns, it waits until the connection has room for the answers.
+
         Args:
-            respond: Returns the answer to a message; None if the message must be read. It must not block. What it
-                raises is raised here.
+            respond: Takes a message and returns its answer, both as the bytes that are sent; returns None if the
+                message must be read. It must not block. What it raises is raised here.
         """
+        assert self._waiter is None, "one task reads a call"  # noqa: S101
         self._respond, self._waiter = respond, self.connection.loop.create_future()
         try:
             self._answer_queued()
@@ -184,6 +188,7 @@ class ReceivedCall:
             await self._waiter
         finally:
             self._respond = self._waiter = None
+        await self._wait_for_room()
 
     def _answer_queued(self) -> None:
         """Answers the messages that wait, while there is room for answers."""
@@ -299,6 +304,9 @@ class ReceivedCall:
         if self.is_over:
             return
         self._send(encoded)
+        await self._wait_for_room()
+
+    async def _wait_for_room(self) -> None:
         while self.unsent and not self.is_over:
             self._room = self.connection.loop.create_future()
             try:
@@ -433,8 +441,7 @@ class ReceivedCall:
             return None
         self._unallowed += length
         for message in messages:
-            if not self.is_over:
-                self._queue(message)
+            self._queue(message)
         if not self.is_over:
             self._taken()
         restored, self.restored = self.restored, 0
@@ -474,6 +481,8 @@ class ReceivedCall:
             self._room.set_result(None)
 
     def _queue(self, message: bytes) -> None:
+        if self.is_over:
+            return
         self.restored += _ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items
         self._has_message = True
         if self._on_message is not None:

@@ -195,18 +195,21 @@ class Http2Side(ABC):
         fruitless = int(len(data) < LEAST_USEFUL_BYTES)
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
+        parsed = 0  # Where messages end that were parsed natively, but could not be taken.
         while end - position >= HEADER_BYTES and not self.is_over:
-            if buffer[position + KIND_AT] == DATA and self._headers is None:
+            if position >= parsed and buffer[position + KIND_AT] == DATA and self._headers is None:
                 stream, messages, short_frames, payload_bytes, size = read_messages(
                     buffer, position, LEAST_USEFUL_BYTES
                 )
                 restored = self._take_messages(stream, messages, payload_bytes) if messages else None
                 if restored is not None:
                     self._consumed += payload_bytes
-                    # Each frame has a message, which restores at least the items of the frame and the read.
-                    self.flood.earn(restored - short_frames - fruitless)
+                    # Fewer are restored than taken if the call ends with one of the messages.
+                    if not self.flood.spend(short_frames + fruitless - restored):
+                        raise Flood
                     position, fruitless = position + size, 0
                     continue
+                parsed = position + size
             length, kind, flags, stream = read_frame_header(buffer, position)
             if length > LEAST_MAX_FRAME_BYTES:
                 raise Http2Violation(f"expected frames of at most {LEAST_MAX_FRAME_BYTES} bytes, received {length}")

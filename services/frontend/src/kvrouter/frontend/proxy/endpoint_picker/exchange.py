@@ -103,7 +103,8 @@ class Exchange:
                 if kind == _HEADERS:
                     self._begun = True
                     began(self._request.has_caller)
-                if self._response_goes_on:  # A token is a piece of it.
+                # A token is a piece of it. One that came during the choice is read first.
+                if self._response_goes_on and self._reading is None:
                     await self._context.answer(self._answer_piece)
         except _GatewayLeft:
             self._metrics.requests.labels(code="CANCELLED").inc()
