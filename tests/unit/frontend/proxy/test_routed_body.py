@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvrouter.frontend.edge import chat_prompt
+from kvrouter.frontend.edge.chat_prompt import ChatPrompt
 from kvrouter.frontend.edge.chat_request import parse_chat
 from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.text.client_work import ClientWork, completed
@@ -132,19 +135,54 @@ def test_the_sequences_of_a_prompt_are_known(fields: dict[str, Any], sequences: 
     assert RoutedBody.parse(body, max_prompt_tokens=LIMIT).sequences == sequences
 
 
-def source_of(messages: list[dict[str, Any]]) -> PromptSource:
-    body = json.dumps({"model": "m", "messages": messages}).encode()
+def source_of(messages: list[dict[str, Any]], **fields: Any) -> PromptSource:
+    body = json.dumps({"model": "m", "messages": messages, **fields}).encode()
     source = RoutedBody.parse(body, max_prompt_tokens=LIMIT).source
     assert source is not None
     return source
 
 
-def test_a_short_chat_that_is_known_is_tokenized_on_the_event_loop(model: ModelText) -> None:
+@pytest.fixture
+def quick(model: ModelText, monkeypatch: pytest.MonkeyPatch) -> ModelText:
+    """A model whose chats take no time."""
+    monkeypatch.setattr(model.template, "_left_to_threads", 0)
+    monkeypatch.setattr(model.template, "_left_next", 100)
+    monkeypatch.setattr(chat_prompt, "time", SimpleNamespace(thread_time=lambda: 0.0))
+    return model
+
+
+def test_a_short_chat_that_is_known_is_tokenized_on_the_event_loop(quick: ModelText) -> None:
     for messages in (MESSAGES, [*MESSAGES, {"role": "assistant", "content": "A"}, MESSAGES[1]]):
-        tokens = completed(source_of(messages).slices(model, LIMIT))
-        assert source_of(messages).tokens_at_once(model, LIMIT) == tokens
-    many = MESSAGES[:1] * 300
-    completed(source_of(many).slices(model, LIMIT))
+        tokens = completed(source_of(messages).slices(quick, LIMIT))
+        assert source_of(messages).tokens_at_once(quick, LIMIT) == tokens
+    many = MESSAGES[:1] * 400
+    completed(source_of(many).slices(quick, LIMIT))
     with_image = [{"role": "user", "content": [{"type": "text", "text": "a"}, {**IMAGE, "image_url": {"url": "x"}}]}]
     for messages in (many, with_image, [{"role": "user", "content": "x y " * 20_000}]):
-        assert source_of(messages).tokens_at_once(model, LIMIT) is None
+        assert source_of(messages).tokens_at_once(quick, LIMIT) is None
+
+
+def test_a_chat_with_many_items_is_not_processed_on_the_event_loop(quick: ModelText) -> None:
+    def at_once(arguments: str, **fields: Any) -> bytes | None:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        completed(source_of([*MESSAGES, called], **fields).slices(quick, LIMIT))
+        return source_of([*MESSAGES, called], **fields).tokens_at_once(quick, LIMIT)
+
+    numbers = json.dumps([0] * 1_000)
+    assert at_once("[0]") is not None
+    assert at_once(numbers) is None
+    assert at_once(r'["\u002c"]') is not None
+    assert at_once("[0]", chat_template_kwargs={"x": [0] * 1_000}) is None
+    parsed = ChatPrompt([{**MESSAGES[0], "x": [0] * 1_000}], characters=10)
+    assert parsed.tokens_at_once(quick, LIMIT) is None
+
+
+def test_a_chat_that_takes_long_leaves_the_next_ones_to_threads(
+    quick: ModelText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completed(source_of(MESSAGES).slices(quick, LIMIT))
+    times = iter([0.0, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(chat_prompt, "time", SimpleNamespace(thread_time=lambda: next(times)))
+    found = [source_of(MESSAGES).tokens_at_once(quick, LIMIT) for _ in range(102)]
+    assert [number for number, tokens in enumerate(found) if tokens is not None] == [0, 101]

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvrouter.frontend.text import chat_template, template_bounds
+from kvrouter.frontend.text import template_bounds
 from kvrouter.frontend.text.chat_template import ChatTemplate, InvalidTemplate
 from kvrouter.frontend.text.client_work import completed
 from kvrouter.frontend.text.model_text import ModelText
@@ -42,12 +42,21 @@ def test_a_short_chat_is_rendered_at_once() -> None:
     assert ChatTemplate("{{ raise_exception('no') }}", {}).rendered_at_once(USER) is None
 
 
-def test_a_template_that_took_long_leaves_chats_to_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_takes_long_leaves_more_and_more_chats_to_threads() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    monkeypatch.setattr(chat_template, "_LEFT_TO_THREADS", 2)
-    monkeypatch.setattr(chat_template, "_QUICK_SECONDS", 0.0)
-    rendered = [template.rendered_at_once(USER) for _ in range(4)]
-    assert rendered == ["Hi <b>", None, None, "Hi <b>"]
+
+    def left_after(seconds: float) -> int:
+        assert template.may_run_at_once()
+        template.took(seconds)
+        left = 0
+        while not template.may_run_at_once():
+            left += 1
+        return left
+
+    assert [left_after(seconds) for seconds in (0.001, 0.01, 0.01, 0.01)] == [0, 100, 200, 400]
+    for _ in range(1_000):
+        assert not left_after(0.001)
+    assert left_after(0.01) == 100
 
 
 def test_the_date_is_available() -> None:

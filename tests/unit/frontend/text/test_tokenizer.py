@@ -90,6 +90,21 @@ def test_a_text_with_few_new_words_is_tokenized_at_once(model_files: dict[str, b
         tokenizer.encode_at_once(known, special_tokens=False, limit=10)
 
 
+@pytest.mark.parametrize("text", ["你好" * 1_000, "你好" * 6_000, "w" * 1_000, "w" * 15_000, "x,\ny" * 200])
+def test_a_text_without_spaces_is_not_tokenized_at_once(model_files: dict[str, bytes], text: str) -> None:
+    tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
+    chat = f"<|im_start|>user\n{text}<|im_end|>\n"
+    for _ in range(2):
+        assert tokenizer.encode_at_once(chat, special_tokens=False, limit=LIMIT) is None
+
+
+def test_the_search_for_cuts_of_a_known_text_is_bounded(model_files: dict[str, bytes]) -> None:
+    tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
+    known = "".join(f"{'好' * 400}{number} a" for number in range(100))
+    encoded(tokenizer, known, special_tokens=False, limit=LIMIT)
+    assert tokenizer.encode_at_once(known, special_tokens=False, limit=LIMIT) is None
+
+
 def test_a_text_with_many_new_pieces_of_known_words_is_not_tokenized_at_once(model_files: dict[str, bytes]) -> None:
     tokenizer = ModelTokenizer(model_files["tokenizer.json"], cache_bytes=1 << 20)
     words = [f"w{number % 7}x{number % 11}" for number in range(77)]

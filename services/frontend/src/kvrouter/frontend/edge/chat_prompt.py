@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from kvrouter.engines.chats import ChatRule
@@ -20,6 +21,8 @@ from kvrouter.v1.errors import BadRequest
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send an earlier message's reasoning."""
 _invalid_message = partial(invalid, advice="Correct the message.")
+AT_ONCE_ITEMS: Final = 1_000
+"""Elements of lists and objects of a chat processed on the event loop: each takes up to 1 µs."""
 _TEXT_PARTS = ("text", "input_text", "refusal")
 
 
@@ -119,6 +122,22 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             raise _invalid_message(f"{path}.function.arguments", "expected JSON") from None
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _has_few_items(value: Any) -> bool:
+    """Returns whether a value is small enough for the event loop: by its elements and those of all it contains."""
+    left, waiting = AT_ONCE_ITEMS, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Mapping):
+            each = each.values()
+        elif not isinstance(each, list | tuple):
+            continue
+        left -= len(each)
+        if left < 0:
+            return False
+        waiting += each
+    return True
 
 
 def _decoded(arguments: str) -> Any:
@@ -223,13 +242,21 @@ class ChatPrompt(PromptSource):
         template = text.template
         if template is None or self._media or self.characters > AT_ONCE_CHARACTERS:
             return None
-        messages, fields, mark = self._for_template(text, template)
-        rendered = template.rendered_at_once(messages, **fields)
-        if rendered is None:
+        if not _has_few_items([self._messages, self._tools, self._documents, self._options]):
             return None
-        if mark:
-            rendered = until_mark(rendered, mark)
-        return text.tokenizer.encode_at_once(rendered, special_tokens=False, limit=limit, field="messages")
+        if not template.may_run_at_once():
+            return None
+        began = time.thread_time()
+        try:
+            messages, fields, mark = self._for_template(text, template)
+            rendered = template.rendered_at_once(messages, **fields)
+            if rendered is None:
+                return None
+            if mark:
+                rendered = until_mark(rendered, mark)
+            return text.tokenizer.encode_at_once(rendered, special_tokens=False, limit=limit, field="messages")
+        finally:
+            template.took(time.thread_time() - began)
 
     def _for_template(
         self, text: ModelText, template: ChatTemplate

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from kvrouter.core import split_json
-from kvrouter.frontend.edge.chat_prompt import ChatPrompt
+from kvrouter.frontend.edge.chat_prompt import AT_ONCE_ITEMS, ChatPrompt
 from kvrouter.frontend.edge.json_body import MAX_FIELDS_BYTES, check_structure, decode_json, invalid
 from kvrouter.frontend.edge.text_request import parse_prompts
 from kvrouter.frontend.edge.token_list import TokenPrompt
@@ -90,8 +90,6 @@ _SHORT = msgspec.json.Decoder(_Short)
 _FIELDS = msgspec.json.Decoder(RoutedFields, strict=False)
 _PROMPTS = ("prompt", "messages", "input")
 """Fields that are taken out of a body before it is decoded: the decoder takes five times as long to skip them."""
-_AT_ONCE_OBJECTS = 256
-"""Objects of a chat decoded on the event loop: each costs 1 to 3 µs."""
 _OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
 
 
@@ -153,7 +151,9 @@ class PassedChat(PromptSource):
         fields = self._fields
         if self.characters > AT_ONCE_CHARACTERS or fields.documents:
             return None
-        if bytes(fields.messages).count(b"{") + bytes(fields.tools).count(b"{") > _AT_ONCE_OBJECTS:
+        # About as many as its elements, with those of arguments. Escaped ones are counted after decoding.
+        encoded = bytes(fields.messages) + bytes(fields.tools)
+        if sum(map(encoded.count, (b"{", b"[", b","))) > AT_ONCE_ITEMS:
             return None
         return self._chat().tokens_at_once(text, limit)
 

@@ -6,7 +6,6 @@ To continue the final message of a chat, a mark at the end of its text is render
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -68,10 +67,10 @@ _AT_ONCE_STEPS = 512
 """Blocks of statements of a chat rendered at once: some 25 messages, 0.3 ms."""
 _AT_ONCE_TOTAL = 512 << 10
 """Characters and items such a rendering may make altogether: each costs less than a nanosecond."""
-_QUICK_SECONDS = 0.01
-"""CPU time of a rendering at once after which some chats are left to threads: the template's blocks are long."""
-_LEFT_TO_THREADS = 1_000
-"""Number of these chats."""
+_QUICK_SECONDS = 0.002
+"""CPU time of a chat at once after which the next ones are left to threads: the template's blocks are long."""
+_LEFT_TO_THREADS = 100
+"""Number of these chats at first. It doubles each time, and falls by one with each quick chat."""
 _PROBE = "kvrouter-probe"
 _PROBE_TURN = [{"role": "system", "content": _PROBE}, {"role": "user", "content": _PROBE}]
 
@@ -102,6 +101,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._left_to_threads = 0
         """Further chats that are not rendered at once."""
+        self._left_next = _LEFT_TO_THREADS
+        """Number of them after the next that takes long."""
         self._environment = _environment()
         try:
             self._template = self._environment.from_string(source)
@@ -159,21 +160,29 @@ class ChatTemplate:
             raise _failed(f"the chat template fails on these messages: {type(error).__name__}: {error}") from None
 
     def rendered_at_once(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str | None:
-        """Returns the same as ``rendering`` if that takes a fraction of a millisecond; otherwise None.
+        """Returns the same as ``rendering`` if that takes few steps; otherwise None.
 
         It is None, too, if the template refuses the chat or fails.
         """
-        if self._left_to_threads:
-            self._left_to_threads -= 1
-            return None
-        began = time.thread_time()
         try:
             return completed(self.rendering(messages, **fields, allowance=Allowance(_AT_ONCE_STEPS, _AT_ONCE_TOTAL)))
         except BadRequest:
             return None
-        finally:
-            if time.thread_time() - began > _QUICK_SECONDS:
-                self._left_to_threads = _LEFT_TO_THREADS
+
+    def may_run_at_once(self) -> bool:
+        """Returns whether the next chat may run on the event loop. Call ``took`` afterwards if it did."""
+        if self._left_to_threads:
+            self._left_to_threads -= 1
+            return False
+        return True
+
+    def took(self, seconds: float) -> None:
+        """Leaves the next chats to threads if one on the event loop took too much CPU time, seconds."""
+        if seconds > _QUICK_SECONDS:
+            self._left_to_threads = self._left_next
+            self._left_next *= 2
+        else:
+            self._left_next = max(_LEFT_TO_THREADS, self._left_next - 1)
 
     def _slices(self, variables: dict[str, Any], allowance: Allowance) -> Slices[str]:
         budget = self._environment.budget

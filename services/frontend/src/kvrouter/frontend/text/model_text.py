@@ -215,9 +215,7 @@ class PromptSource(Protocol):
         """
 
     def tokens_at_once(self, text: ModelText, limit: int) -> bytes | None:  # noqa: ARG002
-        """Returns the same if that takes a fraction of a millisecond; otherwise None. Runs on the event loop.
-
-        A body that has to be decoded or rendered first takes longer.
+        """Returns the same if that takes about a millisecond at most; otherwise None. Runs on the event loop.
 
         Raises:
             BadRequest, PromptTooLong.

@@ -32,7 +32,9 @@ class Cutter:
             after: Characters after which to cut, where a space and a printable ASCII character follow; may be empty.
             before: Special tokens before which to cut.
         """
-        places = [rf"(?={re.escape(token)})" for token in before]
+        # One look-ahead: the search then leaves a character that begins no token after one comparison.
+        tokens = "|".join(map(re.escape, before))
+        places = [f"(?={tokens})"] if tokens else []
         self.gap: re.Pattern[str] | None = None
         """Matches the space after each such cut; None if ``after`` is empty."""
         if after:
@@ -42,19 +44,35 @@ class Cutter:
             self.gap = re.compile(rf" (?=[!-~])(?<=[{re.escape(after)}] )")
         self._place = re.compile("|".join(places)) if places else None
 
-    def next_cut(self, text: str, start: int, end: int, shortest: int = PIECE_CHARACTERS) -> int | None:
-        """Returns the first cut at least ``shortest`` characters after ``start`` and before ``end``, or None."""
-        if self._place is None or start + shortest >= end:
-            return None
-        # Python holds the GIL while it searches, so the part to search is bounded.
-        found = self._place.search(text, start + shortest, end)
-        return None if found is None else found.start()
+    def next_cut(
+        self, text: str, start: int, end: int, shortest: int = PIECE_CHARACTERS, budget: WordBudget | None = None
+    ) -> int | None:
+        """Returns the first cut at least ``shortest`` characters after ``start`` and before ``end``, or None.
 
-    def pieces(self, text: str) -> list[str]:
-        """Returns the pieces of a text, in order. All but the last end at a cut."""
+        Raises:
+            TooManyNewWords: the search takes more characters than the budget has.
+        """
+        first = start + shortest
+        if self._place is None or first >= end:
+            return None
+        if budget is not None:
+            end = min(end, first + budget.searched)
+        # Python holds the GIL while it searches, so the part to search is bounded.
+        found = self._place.search(text, first, end)
+        cut = None if found is None else found.start()
+        if budget is not None:
+            budget.search((end if cut is None else cut) - first)
+        return cut
+
+    def pieces(self, text: str, budget: WordBudget | None = None) -> list[str]:
+        """Returns the pieces of a text, in order. All but the last end at a cut.
+
+        Raises:
+            TooManyNewWords: the search takes more characters than the budget has.
+        """
         pieces: list[str] = []
         start = 0
-        while (cut := self.next_cut(text, start, len(text))) is not None:
+        while (cut := self.next_cut(text, start, len(text), budget=budget)) is not None:
             pieces.append(text[start:cut])
             start = cut
         pieces.append(text[start:])
@@ -108,10 +126,21 @@ class TooManyNewWords(Exception):
 
 @dataclass(slots=True)
 class WordBudget:
-    """Bounds the text whose words are looked up, and the tokenized new words."""
+    """Bounds the search for cuts, the text whose words are looked up, and the tokenized new words."""
 
+    searched: int
     characters: int
     new_words: int
+
+    def search(self, characters: int) -> None:
+        """Takes characters that were searched for a cut out of the budget.
+
+        Raises:
+            TooManyNewWords: none are left.
+        """
+        self.searched -= characters
+        if self.searched <= 0:
+            raise TooManyNewWords
 
     def look_up(self, text: str) -> None:
         """Takes a text whose words are looked up out of the budget.
@@ -177,6 +206,8 @@ class WordCache:
         names = self._gap.split(text[1:] if spaced else text)
         # Only the first word of a whole text has no space before it.
         first = "" if spaced else names.pop(0)
+        if budget is not None and first:
+            budget.tokenize([first])
         found = list(map(self._young.get, names))
         if None in found:
             known, mostly_new = self._learn(
