@@ -53,7 +53,7 @@ def _responses(whole: list[tuple[int, bytes]], others: list[CallResponse], **fie
 
 def _read_alone(message: bytes, read: Any = read_responses) -> object:
     """Returns the responses of one message; None if it must be read otherwise."""
-    responses, _, count = read([message], len(message), {})
+    responses, _, count = read([message], 0, len(message), {})
     return responses if count else None
 
 
@@ -72,10 +72,10 @@ def test_calls_are_read_as_by_the_reference(calls: list[CallRequest]) -> None:
 def test_responses_are_read_as_by_the_reference(whole: list[tuple[int, bytes]], others: list[CallResponse]) -> None:
     encoded = _responses(whole, others)
 
-    responses, taken, count = read_responses([encoded], len(encoded), {})
+    responses, taken, count = read_responses([encoded], 0, len(encoded), {})
 
-    assert (responses, taken, count) == reference.read_responses([encoded], len(encoded), {})
-    assert read_responses([encoded], max(0, len(encoded) - 1), {}) == (([], []), 0, 0), "too long"
+    assert (responses, taken, count) == reference.read_responses([encoded], 0, len(encoded), {})
+    assert read_responses([encoded], 0, max(0, len(encoded) - 1), {}) == (([], []), 0, 0), "too long"
     if count:
         assert responses == (whole, [(other.number, other.kind, other.response) for other in others])
         assert write_responses(*responses) == reference.write_responses(*responses) == encoded
@@ -111,7 +111,7 @@ def test_responses_with_anything_else_are_left_to_the_parser(field: dict[str, ob
     encoded = message.SerializeToString()
 
     for read in (read_responses, reference.read_responses):
-        assert read([encoded], len(encoded), {}) == (([], []), 0, 0)
+        assert read([encoded], 0, len(encoded), {}) == (([], []), 0, 0)
 
 
 @given(st.builds(CallFailure, code=st.integers(0, 20), message=st.text(max_size=20)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ _READS = (
 _STEPS = st.lists(
     st.tuples(st.just("take"), st.just(chunk(EVENT)) | _READS)
     | st.tuples(st.just("begin"), st.integers(0, 3))
-    | st.tuples(st.sampled_from(["pause", "close", "wait"]), st.booleans())
+    | st.tuples(st.sampled_from(["pause", "close", "wait", "missed"]), st.booleans())
     | st.tuples(st.just("taken"), st.none()),
     max_size=20,
 )
@@ -55,6 +56,7 @@ class _Case(asyncio.Transport):
         self.pending: dict[asyncio.Transport, list[bytes]] = {}
         self.latency = observations([1e9])
         self.writer = writer(self.pending, self, self)
+        self.worker = self.writer.worker = SimpleNamespace(pieces=0, missed=0)
 
     def write(self, data: Any) -> None:
         self.written.append(data)
@@ -66,6 +68,8 @@ class _Case(asyncio.Transport):
         writer = self.writer
         if action == "pause":
             self.writing_paused = value
+        elif action == "missed":
+            self.worker.missed = int(value)
         elif action == "close":
             self.closes = value
         elif action == "wait":
@@ -81,7 +85,8 @@ class _Case(asyncio.Transport):
 
     @property
     def state(self) -> object:
-        return self.writer.limit, bool(self.writer.last_ns), self.latency.counts, self.written
+        writer = self.writer
+        return writer.limit, bool(writer.last_ns), self.worker.pieces, self.latency.counts, self.written
 
 
 @given(_STEPS)

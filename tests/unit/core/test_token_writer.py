@@ -107,15 +107,17 @@ _RESPONSES = st.lists(st.tuples(st.integers(0, 2), _SINGLE | _PIECES), max_size=
 _MESSAGES = st.lists(st.tuples(_RESPONSES, st.sampled_from([None, None, CallResponse(number=0, kind=1)])), max_size=5)
 
 
-@given(_MESSAGES)
+@given(_MESSAGES, st.integers(0, 5))
 def test_responses_of_messages_are_offered_to_the_writers_of_their_calls(
-    messages: list[tuple[list[tuple[int, GenerateOutput]], CallResponse | None]],
+    messages: list[tuple[list[tuple[int, GenerateOutput]], CallResponse | None]], start: int
 ) -> None:
     ours = [_Case(TokenWriter, Observations, b"", b"", are_chunks=False) for _ in range(2)]
     reference = [_Case(Reference, ReferenceObservations, b"", b"", are_chunks=False) for _ in range(2)]
     for case in (*ours, *reference):
         case.step("begin", 3)
-    writers = [{number: case.writer for number, case in enumerate(cases)} for cases in (ours, reference)]
+    writers: list[dict[int, Any]] = [
+        {number: case.writer for number, case in enumerate(cases)} | {2: "no writer"} for cases in (ours, reference)
+    ]
     encoded = [
         OpenCallStreamResponse(
             whole_numbers=[number for number, _ in whole],
@@ -124,8 +126,9 @@ def test_responses_of_messages_are_offered_to_the_writers_of_their_calls(
         ).SerializeToString()
         for whole, other in messages
     ]
-    read = read_responses(encoded, 1 << 20, writers[0])
-    assert read == read_as_reference(encoded, 1 << 20, writers[1])
+    read = read_responses(encoded, start, 1 << 20, writers[0])
+    assert read == read_as_reference(encoded, start, 1 << 20, writers[1])
+    messages = messages[start:]
     (left, others), taken, count = read
     assert len(left) + taken == sum(len(whole) for whole, _ in messages[:count])
     assert not any(other for _, other in messages[: max(0, count - 1)]), (
@@ -145,7 +148,7 @@ def test_a_writer_that_fails_leaves_its_response_to_the_receiver(kind: Any) -> N
     response = WorkerServiceGenerateResponse(output=GenerateOutput(token_ids=[1])).SerializeToString()
     encoded = OpenCallStreamResponse(whole_numbers=[7], whole_responses=[response]).SerializeToString()
     writers = {7: case.writer}
-    read = (read_responses if is_native else read_as_reference)([encoded], 1 << 20, writers)
+    read = (read_responses if is_native else read_as_reference)([encoded], 0, 1 << 20, writers)
     assert read == (([(7, response)], []), 0, 1)
     assert not writers
 

@@ -1,7 +1,7 @@
 //! The messages of call streams, as Python calls it.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyString};
+use pyo3::types::{PyBytes, PyDict, PyList, PySequence, PyString};
 
 use super::token_writer::TokenWriter;
 use crate::calls::{self, Call};
@@ -20,14 +20,16 @@ type Read<'py> = (Vec<(u64, Bound<'py, PyBytes>)>, Vec<(u64, i32, Bound<'py, PyB
 #[pyfunction]
 pub fn read_responses<'py>(
     py: Python<'py>,
-    messages: Vec<Bound<'py, PyBytes>>,
+    messages: &Bound<'py, PySequence>,
+    start: usize,
     most_bytes: usize,
     writers: &Bound<'py, PyDict>,
 ) -> PyResult<(Read<'py>, usize, usize)> {
     let (mut whole, mut others) = Read::default();
     let (mut taken, mut count, mut clock) = (0, 0, None);
-    for message in &messages {
-        let message = message.as_bytes();
+    for at in start..messages.len()? {
+        let message = messages.get_item(at)?;
+        let message = message.cast::<PyBytes>()?.as_bytes();
         if !others.is_empty() || message.len() > most_bytes {
             break;
         }
@@ -56,7 +58,9 @@ fn is_taken(
 ) -> PyResult<bool> {
     let Some(writer) = writers.get_item(number)? else { return Ok(false) };
     // A writer that fails does so again for the receiver of the call, who handles it.
-    let is_taken = writer.cast::<TokenWriter>()?.try_borrow_mut()?.offer(py, response, clock).unwrap_or(false);
+    let is_taken = writer
+        .cast::<TokenWriter>()
+        .is_ok_and(|each| each.try_borrow_mut().is_ok_and(|mut each| each.offer(py, response, clock).unwrap_or(false)));
     if !is_taken {
         writers.del_item(number)?;
     }

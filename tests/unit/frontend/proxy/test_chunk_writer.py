@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from aiohttp import HttpVersion10, HttpVersion11, web
@@ -48,6 +48,7 @@ EVENTS = [
     b"event: x\ndata: {}\n\n",
     b": comment\n\n",
     b"data: {}\r\n\r\n",
+    b"data: {}\r\n\n\n",
 ]
 LIMIT = 1 << 32
 _CUT = st.tuples(st.just("cut"), st.integers(1, 60))
@@ -204,6 +205,39 @@ async def test_the_writer_takes_all_tokens_but_one_of_each_block() -> None:
 )
 async def test_whatever_is_unusual_passes_piece_by_piece(unusual: bytes | tuple[str, Any]) -> None:
     assert await written_by(_Case(), TOKEN, TOKEN, unusual, TOKEN) == 1
+
+
+async def test_a_read_that_ends_within_the_size_of_a_chunk_does_not_end_with_a_chunk() -> None:
+    case, events = _Case(), b"data: 12\n\n" + b"\r\nb\r\ndata: xyz\n\n"
+    assert chunk(events).startswith(b"1a\r\n"), "the rest of this chunk looks like two"
+    await case.begin()
+    await case.run([("event", TOKEN)])
+    for read in (chunk(TOKEN) + b"1", chunk(events)[1:], chunk(TOKEN)):
+        case.engine.data_received(read)
+        await asyncio.sleep(0)
+    assert case.body == TOKEN * 3 + events + TOKEN
+    await case.end()
+
+
+@pytest.mark.parametrize(
+    ("settings", "event"),
+    [
+        ({"has_writer": False}, TOKEN),
+        ({"version": HttpVersion10}, TOKEN),
+        ({}, USAGE),
+        ({"has_key": True}, INTERNAL),
+    ],
+)
+async def test_a_read_that_no_writer_takes_is_charged_once(settings: dict[str, Any], event: bytes) -> None:
+    case, spent = _Case(**settings), []
+    await case.begin()
+    take = case.engine._budget.take
+    with patch.object(case.engine._budget, "take", lambda cost: spent.append(cost) or take(cost)):
+        for _ in range(10):
+            case.engine.data_received(chunk(event))
+            await asyncio.sleep(0)
+    assert sum(spent) == 10 * (60 + len(chunk(event)) // 50)
+    await case.end()
 
 
 async def test_a_client_without_chunks_gets_the_events() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
+from itertools import groupby
+from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,18 +22,21 @@ from kvrouter.frontend.request.progress import KeptOutput, Progress
 from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates, LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
-from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
+from kvrouter.frontend.workers.attempt import Dispatch, RunningCall, WorkerAttempt
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import BackOff
 from kvrouter.frontend.workers.output import Output, OutputWriter
 from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.runtime.deadline import Deadline
+from kvrouter.v1.calls_pb2 import OpenCallStreamResponse
 from kvrouter.v1.common_pb2 import BookingKey, Rank
 from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from kvrouter.v1.worker_pb2 import FinishReason, GenerateOutput, WorkerServiceGenerateResponse
 from prometheus_client import CollectorRegistry
+
+from ...net.calls.linked import TOKENS, Linked
 
 
 def single(token_id: int) -> GenerateOutput:
@@ -149,22 +154,32 @@ class _Case:
         self.call = self.workers.begin("w:1", number)
         self.attempt = WorkerAttempt(dispatch, self.call, self.metrics)
         self.attempts.append(self.progress)
-        self.attempt.start(lambda _: SimpleNamespace(cancel=lambda: None))
+        self.attempt.start(self.start)
+
+    def start(self, _: WorkerAttempt) -> RunningCall:
+        """Makes the call of an attempt."""
+        return SimpleNamespace(cancel=lambda: None)
+
+    def receive(self, pieces: list[bytes]) -> None:
+        """Takes encoded pieces, which arrive one after the other."""
+        for piece in pieces:
+            self.attempt.on_response(piece)
 
     def _on_output(self, output: Output) -> OutputWriter | None:
         writer = self.progress.pass_on(output)
         return writer if self._has_writer else None
 
-    def _on_written(self, tokens: int, token_ids: bytes, last_ns: int) -> int:
+    def _on_written(self, tokens: int, token_ids: bytes, last_ns: int) -> None:
         assert self._has_writer
         self.taken.append(tokens)
-        return self.progress.written(tokens, token_ids, last_ns)
+        self.progress.written(tokens, token_ids, last_ns)
 
     async def run(self, steps: list[GenerateOutput | str]) -> None:
         """Takes steps, until the request has no further attempt."""
-        for step in steps:
-            if isinstance(step, GenerateOutput):
-                self.attempt.on_response(WorkerServiceGenerateResponse(output=step).SerializeToString())
+        for step, group in groupby(steps, lambda step: "pieces" if isinstance(step, GenerateOutput) else step):
+            if step == "pieces":
+                outputs = [cast(GenerateOutput, each) for each in group]
+                self.receive([WorkerServiceGenerateResponse(output=each).SerializeToString() for each in outputs])
             elif step == "step":
                 await asyncio.sleep(0)
             elif step in ("pause", "resume"):
@@ -195,6 +210,45 @@ class _Case:
         return [json.loads(line) for line in lines]
 
 
+class _Streamed(_Case):
+    """A request whose pieces arrive on a call stream: one in each read, or in messages and reads that vary."""
+
+    def __init__(self, prompt: int, limit: int, *, has_writer: bool, varies: Random | None) -> None:
+        self._varies = varies
+        super().__init__(prompt, limit, has_writer=has_writer, returns=True)
+
+    def start(self, receiver: WorkerAttempt) -> RunningCall:
+        self.linked, self._is_draining = Linked(), False
+        running = self.linked.client.start(TOKENS, b"", receiver)
+        self.linked.send()
+        return running
+
+    def receive(self, pieces: list[bytes]) -> None:
+        while pieces:
+            read = [self._message(pieces)]
+            while pieces and self._does(0.5):
+                read.append(self._message(pieces))
+            self.linked.client.receive(read)
+
+    def _message(self, pieces: list[bytes]) -> bytes:
+        """Takes the first pieces, and returns a message with them."""
+        message = OpenCallStreamResponse()
+        while not message.whole_responses or (pieces and self._does(0.3)):
+            message.whole_numbers.append(1)
+            message.whole_responses.append(pieces.pop(0))
+        if pieces and self._does(0.2):
+            message.responses.add(number=1, response=pieces.pop(0))
+        if self._does(0.1):
+            message.pong = 1
+        if not self._is_draining and self._does(0.1):
+            self._is_draining = True
+            message.draining.last_call = 1
+        return message.SerializeToString()
+
+    def _does(self, probability: float) -> bool:
+        return self._varies is not None and self._varies.random() < probability
+
+
 async def _outcome(case: _Case, steps: list[GenerateOutput | str], end: str) -> object:
     """Returns all that can be seen of a request with these pieces of output."""
     await case.run(steps)
@@ -222,12 +276,25 @@ def test_output_of_a_token_writer_is_as_that_which_passes_piece_by_piece(
     assert written == one_by_one
 
 
-async def test_a_token_writer_takes_all_tokens_but_the_first() -> None:
+@given(st.integers(1, 9), st.integers(1, 40), st.randoms(use_true_random=False), _STEPS, _ENDS)
+def test_output_is_the_same_in_whichever_messages_it_arrives(
+    prompt: int, limit: int, varies: Random, steps: list[GenerateOutput | str], end: str
+) -> None:
+    async def outcome(*, has_writer: bool) -> object:
+        case = _Streamed(prompt, limit, has_writer=has_writer, varies=varies if has_writer else None)
+        return await _outcome(case, steps, end)
+
+    written, one_by_one = (asyncio.run(outcome(has_writer=has_writer)) for has_writer in (True, False))
+    assert written == one_by_one
+
+
+async def test_a_token_writer_takes_all_tokens_but_the_first_of_each_block() -> None:
     case = _Case(4, 100)
-    await case.run([single(7)] * 16)
-    assert case.link.reported[1:] == [1, 5, 9, 13], "the tokens that need a block"
+    for token in range(1, 17):
+        await case.run([single(7)])
+        assert case.link.reported[1:] == [*range(1, token + 1, 4)], "the tokens that need a block, at once"
     await case.end("end")
-    assert case.taken == [4, 4, 4, 3]
+    assert case.taken == [3, 3, 3, 3]
 
 
 async def test_a_request_that_migrates_after_a_token_writer_took_tokens_goes_on_where_it_was() -> None:
@@ -235,7 +302,7 @@ async def test_a_request_that_migrates_after_a_token_writer_took_tokens_goes_on_
     await case.run([*map(single, range(7)), "migrate", *map(single, range(7, 18))])
     await case.end("end")
     assert [progress.output_tokens for progress in case.attempts] == [7, 11]
-    assert sum(case.taken[:2]) == 6
+    assert case.taken[:2] == [3, 2]
     assert sum(case.taken[2:]) > 5
     assert case.kept.packed() == array("I", range(18)).tobytes()
     *chunks, usage = case.chunks
@@ -250,7 +317,7 @@ async def test_tokens_that_a_token_writer_takes_are_kept_packed() -> None:
         await case.run([single(7)] * 4)
         most = max(most, len(case.kept.pieces))
     await case.end("cancel")
-    assert sum(case.taken) == 7_999
+    assert sum(case.taken) == 6_000
     assert most <= 2
     assert case.kept.packed() == array("I", [7] * 8_000).tobytes()
 

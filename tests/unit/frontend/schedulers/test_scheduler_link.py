@@ -223,3 +223,38 @@ async def test_a_scheduler_in_this_process_is_called_without_a_task() -> None:
         assert asyncio.all_tasks() == before
         assert [len(call.updates) for call in scheduler.calls] == [2]
     assert len(scheduler.closed) == 1
+
+
+async def test_all_reports_that_wait_are_sent_with_the_next_heartbeat() -> None:
+    scheduler = Answering()
+    async with linked(scheduler, heartbeat_timeout_seconds=0.4) as link:
+        await until(lambda: link.ready and not link.waiting_updates)
+        bookings = [booking(f"{number:064}") for number in range(2000)]
+        scheduler.at_work.clear()
+        for each in bookings:
+            keep(link, each)
+            link.report_output(each, 17)
+        await until(lambda: not link._updates.unsent)
+        assert link.waiting_updates == len(bookings)
+        assert sum(len(call.updates) > 1 for call in scheduler.calls) > 1, "more than fit into one call"
+        scheduler.at_work.set()
+        await until(lambda: not link.waiting_updates)
+
+
+async def test_a_report_that_waits_during_a_heartbeat_follows_the_answer_under_way() -> None:
+    scheduler = Answering()
+    async with linked(scheduler, heartbeat_timeout_seconds=0.4) as link:
+        await until(lambda: link.ready and not link.waiting_updates)
+        first, second = booking("a"), booking("b")
+        keep(link, first)
+        keep(link, second)
+        scheduler.at_work.clear()
+        link.prefill_complete(first)
+        await until(lambda: not link._updates.unsent)
+        link.report_output(second, 17)
+        await until(lambda: link._is_due)  # The heartbeat that could not be sent.
+        calls = len(scheduler.calls)
+        scheduler.at_work.set()
+        await until(lambda: not link.waiting_updates)
+        (update,) = scheduler.calls[calls].updates
+        assert update.output.booking == second.key

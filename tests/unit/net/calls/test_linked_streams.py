@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -13,7 +15,10 @@ from kvrouter.net.calls.errors import CallTimedOut, NotSent, OutcomeUnknown, Pro
 from kvrouter.net.calls.limits import SPARSE_PINGS, CallLimits, CallStreamCounts
 from kvrouter.net.calls.server_stream import ServerStream
 from kvrouter.v1.calls_pb2 import (
+    CallResponse,
+    CallResponseKind,
     CallStreamClientHello,
+    CallStreamDraining,
     CallStreamServerHello,
     OpenCallStreamRequest,
     OpenCallStreamResponse,
@@ -253,6 +258,10 @@ def token(number: int) -> bytes:
     return WorkerServiceGenerateResponse(output=GenerateOutput(token_ids=[number])).SerializeToString()
 
 
+def _whole(response: bytes) -> bytes:
+    return OpenCallStreamResponse(whole_numbers=[1], whole_responses=[response]).SerializeToString()
+
+
 def test_responses_are_offered_to_the_writer_of_their_call_and_refused_ones_are_received() -> None:
     linked, received = Linked(), Writing(limit=2)
     linked.client.start(TOKENS, b"", received)
@@ -271,7 +280,7 @@ def test_responses_are_offered_to_the_writer_of_their_call_and_refused_ones_are_
     assert not linked.client._writers
 
 
-@pytest.mark.parametrize("ends", ["cancel", "lose"])
+@pytest.mark.parametrize("ends", ["cancel", "drain", "lose"])
 def test_the_writer_of_a_call_that_has_ended_takes_nothing(ends: str) -> None:
     linked, received = Linked(), Writing(limit=9)
     running = linked.client.start(TOKENS, b"", received)
@@ -282,12 +291,45 @@ def test_the_writer_of_a_call_that_has_ended_takes_nothing(ends: str) -> None:
     assert linked.client._writers
     if ends == "cancel":
         running.cancel()
-        call.respond(token(1))
-        linked.answer()
+    elif ends == "drain":
+        linked.client.receive([OpenCallStreamResponse(draining=CallStreamDraining(last_call=0)).SerializeToString()])
     else:
         linked.client.lose("test")
+    call.respond(token(1))
+    with nullcontext() if ends == "cancel" else pytest.raises(ProtocolViolation, match="not running"):
+        linked.answer()
     assert not received.tokens
     assert not linked.client._writers
+
+
+@pytest.mark.parametrize("field", [{"pong": 1}, {"responses": [CallResponse(number=1, response=token(1))]}], ids=str)
+def test_a_call_without_a_writer_any_more_receives_all_responses(field: dict[str, Any]) -> None:
+    class Once(Writing):
+        def on_response(self, encoded: bytes) -> TokenWriter | None:  # type: ignore[override]
+            writer = super().on_response(encoded)
+            return None if len(self.responses) > 1 else writer
+
+    linked, received = Linked(), Once(limit=9)
+    linked.client.start(TOKENS, b"", received)
+    linked.carry()
+    has_whole = "responses" not in field
+    second = OpenCallStreamResponse(whole_numbers=[1] * has_whole, whole_responses=[token(1)] * has_whole, **field)
+    for message in (_whole(token(0)), second.SerializeToString(), _whole(token(2))):
+        linked.client.receive([message])
+    assert received.responses == [token(number) for number in range(3)]
+    assert not received.tokens
+
+
+@pytest.mark.parametrize("kind", [0, CallResponseKind.CALL_RESPONSE_KIND_PART])
+def test_a_writer_is_offered_what_follows_a_response_of_any_kind(kind: int) -> None:
+    linked, received = Linked(), Writing(limit=9)
+    linked.client.start(TOKENS, b"", received)
+    linked.carry()
+    rest = CallResponse(number=1, response=b"" if kind else token(0))
+    parts = [CallResponse(number=1, kind=kind, response=token(0))] if kind else []  # type: ignore[arg-type]
+    linked.client.receive([OpenCallStreamResponse(responses=[*parts, rest]).SerializeToString(), _whole(token(1))])
+    assert received.responses == [token(0)]
+    assert received.tokens == [b"1"]
 
 
 def test_a_receiver_that_fails_ends_only_its_call() -> None:

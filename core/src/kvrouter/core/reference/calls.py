@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError, Message
@@ -34,9 +35,9 @@ def read_calls(message: bytes) -> list[Call] | None:
 
 
 def read_responses(
-    messages: Sequence[bytes], most_bytes: int, writers: dict[int, TokenWriter]
+    messages: Sequence[bytes], start: int, most_bytes: int, writers: dict[int, TokenWriter]
 ) -> tuple[Responses, int, int]:
-    """Reads the first ones of encoded OpenCallStreamResponses.
+    """Reads encoded OpenCallStreamResponses.
 
     It reads up to one with other than whole responses, which is the last, or to one that has anything else, a failure
     or no responses, is too long, is encoded in an unusual way or is malformed: then a parser of all messages must read
@@ -44,18 +45,19 @@ def read_responses(
 
     Args:
         messages: The messages.
+        start: Index of the first one to read.
         most_bytes: Maximum size of a message.
         writers: Writers by number of a call, which are offered its whole responses. One that does not take a response,
             or fails, is removed.
 
     Returns:
         The responses that were not taken, whole ones as pairs of number and response, and others as number, kind and
-        response; how many were taken; and the number of messages.
+        response; how many were taken; and how many messages were read.
     """
     whole: list[tuple[int, bytes]] = []
     others: list[tuple[int, int, bytes]] = []
     taken = count = 0
-    for message in messages:
+    for message in islice(messages, start, None):
         responses = _responses(message) if not others and len(message) <= most_bytes else None
         if responses is None:
             break

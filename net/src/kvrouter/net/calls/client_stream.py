@@ -103,7 +103,7 @@ class ClientStream:
         self._limits = limits
         self._wake = wake
         self.on_draining: Callable[[], None] = lambda: None
-        """Called after each message, and when nothing waits to be sent, while the stream takes no new calls."""
+        """Called after each read, and when nothing waits to be sent, while the stream takes no new calls."""
         self._methods = {name: index for index, name in enumerate(hello.methods)}
         self._message_bytes = min(limits.message_bytes, hello.max_message_bytes)
         self._max_calls, self._max_request_bytes = hello.max_calls, hello.max_request_bytes
@@ -185,8 +185,7 @@ class ClientStream:
         self.counts.running -= 1
         self._leave_lane(call)
         if call.number:
-            self._forget_parts(call)
-            self._writers.pop(call.number, None)
+            self._forget_output(call)
             self._cancelled.append(call.number)
             self._flood.earn(_ITEMS_OF_CANCEL)
         self._wake()
@@ -254,18 +253,18 @@ class ClientStream:
             ProtocolViolation: one breaks a rule of the protocol.
         """
         self.heard = True
-        counts = self.counts
-        counts.messages_received += len(messages)
-        while messages:
-            (whole, others), written, count = read_responses(messages, self._limits.message_bytes, self._writers)
+        counts, start = self.counts, 0
+        while start < len(messages):
+            (whole, others), written, count = read_responses(messages, start, self._limits.message_bytes, self._writers)
+            counts.messages_received += count or 1
             if whole:
                 self._receive_whole(whole)
             for number, kind, response in others:
                 self._receive_response(number, kind, response)
             counts.items_received += written + len(whole) + len(others)
             if not count:
-                counts.items_received += self._receive_any(messages[0])
-            messages = messages[count or 1 :]
+                counts.items_received += self._receive_any(messages[start])
+            start += count or 1
         if self.draining:
             self.on_draining()
 
@@ -288,11 +287,8 @@ class ClientStream:
                 self._fail_unsent(call, cause)
         for call in list(self._calls.values()):
             self._leave_lane(call)
+            self._remove(call)
             self._fail(call, OutcomeUnknown(f"the call stream ended before the answer: {cause}"), "unknown")
-        self._calls.clear()
-        self._writers.clear()
-        self._parts.clear()
-        self._parts_bytes = 0
         self._end_ping(answered=False)
 
     def _end_ping(self, *, answered: bool) -> None:
@@ -387,12 +383,17 @@ class ClientStream:
                 self._spend(1)
             if receiver is not None:
                 try:
-                    writer = receiver.on_response(response)
+                    self._pass_on(call, receiver, response)
                 except Exception:
                     self._defect(call)
-                else:
-                    if writer is not None:
-                        self._writers[number] = writer
+
+    def _pass_on(self, call: RunningCall, receiver: ResponseReceiver, response: bytes) -> None:
+        """Passes a response on. Offers the following ones to the writer of its receiver, or to none any more."""
+        writer = receiver.on_response(response)
+        if writer is None or call.receiver is None:
+            self._writers.pop(call.number, None)
+        else:
+            self._writers[call.number] = writer
 
     def _receive_response(self, number: int, kind: int, response: bytes, failure: CallFailure | None = None) -> None:
         call = self._calls.get(number) or self._running(number)
@@ -417,7 +418,7 @@ class ClientStream:
             self._spend(1)
         try:
             if call.receiver is not None and (kind == _LAST or not kind):
-                call.receiver.on_response(response)
+                self._pass_on(call, call.receiver, response)
         finally:
             # Also if the receiver fails. It may have cancelled the call, too.
             receiver = self._end(call) if kind else None
@@ -451,6 +452,16 @@ class ClientStream:
             call.cancel()
             receiver.on_error(TooMuchUnread(reason))
 
+    def _remove(self, call: RunningCall) -> None:
+        """Removes a call that the server does not run any more."""
+        self._calls.pop(call.number, None)
+        self._forget_output(call)
+
+    def _forget_output(self, call: RunningCall) -> None:
+        """Forgets what waits for further output of a call, or is offered it."""
+        self._writers.pop(call.number, None)
+        self._forget_parts(call)
+
     def _forget_parts(self, call: RunningCall) -> _PartedResponse | None:
         parts = self._parts.pop(call.number, None)
         if parts is not None:
@@ -463,8 +474,7 @@ class ClientStream:
 
     def _end(self, call: RunningCall) -> ResponseReceiver | None:
         """Removes a call the server has ended. Returns its receiver; None if it was cancelled."""
-        del self._calls[call.number]
-        self._writers.pop(call.number, None)
+        self._remove(call)
         receiver = call.release()
         if receiver is not None:
             self.counts.running -= 1
@@ -486,14 +496,12 @@ class ClientStream:
         for call in [*self._urgent, *self._short, *self._long]:
             if not 0 < call.number <= last_call:
                 self._fail_unsent(call, "the server is stopping")
-        for number in [number for number in self._calls if number > last_call]:
-            call = self._calls.pop(number)
-            self._forget_parts(call)
+        for call in [call for number, call in self._calls.items() if number > last_call]:
             self._fail_unsent(call, "the server is stopping")
 
     def _fail_unsent(self, call: RunningCall, cause: str) -> None:
         self._leave_lane(call)
-        self._calls.pop(call.number, None)
+        self._remove(call)
         self._fail(call, NotSent(f"the call was not sent: {cause}"), "not_sent")
 
     def _fail(self, call: RunningCall, error: KvRouterError, outcome: str) -> None:

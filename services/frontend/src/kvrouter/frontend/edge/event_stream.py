@@ -5,7 +5,8 @@ and does not wait. So ``EventStream`` writes the response to the transport itsel
 and aiohttp takes it as already written.
 
 A message of a worker has tokens for many clients. Each write is a system call, and wakes its client up. Writes cost
-less back to back than between the work making the events. All that one client gets in a step is one write.
+less back to back than between the work making the events. All that one client gets in a step is one write. A
+``ChunkWriter`` writes at once, and relies on uvloop, which collects the writes of a step as well.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import cast
+from typing import TypeAlias, cast
 
 import httptools
 from kvrouter.engines.openai_server import os_error_words
@@ -31,8 +31,13 @@ _BYTES_PER_US = 50
 _TIMER_SECONDS = 0.001
 """Resolution of timers: those of uvloop count whole milliseconds."""
 _END_OF_EVENTS = b"\n\n"
+_END_OF_CHUNK = b"\r\n"
 _FIRST_FINAL = 200
 _NO_BODY = frozenset({204, 304})
+
+
+Offer: TypeAlias = Callable[[bytes], bool]
+"""Takes whole chunks, as they are, or returns False: then they must be parsed."""
 
 
 class EngineFailed(Exception):
@@ -59,10 +64,9 @@ class EngineAnswer(Struct, eq=False):
     _is_complete: bool = False
     _error: Exception | None = None
     _waiting: asyncio.Future[None] | None = None
-    _pass: Callable[[bytes], None] | None = None
+    _pass: Callable[[bytes], Offer | None] | None = None
     """Passes on a part in the step in which it arrives."""
     _client: EventStream | None = None
-    _offer: Callable[[bytes], bool] | None = None
 
     def __repr__(self) -> str:
         """Returns the status only, without the body."""
@@ -103,19 +107,12 @@ class EngineAnswer(Struct, eq=False):
             body += part
         return bytes(body[:most])
 
-    async def pass_on(
-        self,
-        take: Callable[[bytes], None],
-        client: EventStream | None,
-        offer: Callable[[bytes], bool] | None = None,
-    ) -> None:
+    async def pass_on(self, take: Callable[[bytes], Offer | None], client: EventStream | None) -> None:
         """Passes on the parts of the body until its end, each in the step in which it arrives while the client reads.
 
         Args:
-            take: Takes a part.
+            take: Takes a part. May return what is offered the chunks after it, if it ends with a whole event.
             client: The client; None for one that always reads.
-            offer: Takes whole chunks, as they are, between parts that end with whole events, or returns False: then
-                ``take`` gets what is in them.
 
         Raises:
             EngineFailed, DependencyAway, DeadlineExceeded: as for ``part``.
@@ -125,30 +122,35 @@ class EngineAnswer(Struct, eq=False):
             take(part)
             if client is not None and client.is_full:
                 await client.drain()
-            self._pass, self._client, self._offer = take, client, offer
+            self._pass, self._client = take, client
 
-    def arrived(self, size: int) -> bool:
-        """Takes the parts that a read of ``size`` bytes added. Passes them on at once if ``pass_on`` waits for them.
+    def arrived(self, size: int, spent_us: int = 0) -> bool:
+        """Takes the parts that a read added. Passes them on at once if ``pass_on`` waits for them.
 
         Returns False if too much is unread.
+
+        Args:
+            size: Size of the read, bytes.
+            spent_us: What was taken of the budget for it already, microseconds.
         """
         self._unread_bytes = unread_bytes = self._unread_bytes + size
         waiting, client = self._waiting, self._client
         if waiting is None or not self.unread or waiting.done():
             return not self.unread or unread_bytes <= _MAX_UNREAD_BYTES
         is_full = client is not None and client.is_full
-        if self._pass is None or is_full or not self._budget.take(_PART_US + unread_bytes // _BYTES_PER_US):
+        cost_us = _PART_US + unread_bytes // _BYTES_PER_US - spent_us
+        if self._pass is None or is_full or not self._budget.take(cost_us):
             waiting.set_result(None)  # A task must take them.
             return unread_bytes <= _MAX_UNREAD_BYTES
         part = self._taken()
         try:
-            self._pass(part)
+            offer = self._pass(part)
         except Exception as error:
             if not waiting.done():
                 waiting.set_exception(error)
         else:
-            if part.endswith(_END_OF_EVENTS):
-                self.connection.offer_chunks(self._offer)
+            if offer is not None and part.endswith(_END_OF_EVENTS):
+                self.connection.offer_chunks(offer)
         return True
 
     def _taken(self) -> bytes:
@@ -209,7 +211,11 @@ class EngineConnection(asyncio.Protocol):
         """Whether the engine keeps the connection after this response."""
         self._is_paused = False
         self._is_between_chunks = False
-        self._offer: Callable[[bytes], bool] | None = None
+        """Whether the latest read of the body ended with a chunk.
+
+        The parser says that a chunk begins when it has the whole line with the size, not when that line begins.
+        """
+        self._offer: Offer | None = None
         """Takes chunks that the parser does not get then; None while it must get what comes."""
 
     @property
@@ -269,7 +275,7 @@ class EngineConnection(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
 
-    def offer_chunks(self, offer: Callable[[bytes], bool] | None) -> None:
+    def offer_chunks(self, offer: Offer) -> None:
         """Offers the following chunks until one is not taken, if the parser is between two chunks."""
         if self._is_between_chunks:
             self._offer = offer
@@ -283,20 +289,25 @@ class EngineConnection(asyncio.Protocol):
         if self._answered is None or self._is_complete:
             self.close()  # Nobody has asked.
             return
+        spent_us = 0
         if self._offer is not None:
             cost_us = _CHUNKS_US + len(data) // _BYTES_PER_US
-            if self._budget.take(cost_us) and self._offer(data):
-                return
+            if self._budget.take(cost_us):
+                if self._offer(data):
+                    return
+                spent_us = cost_us
             self._offer = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, UnicodeDecodeError) as error:
             self._fail(DependencyAway(f"its OpenAI API does not answer: {error}"))
+        if not data.endswith(_END_OF_CHUNK):
+            self._is_between_chunks = False
         if self._answer is None:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._fail(DependencyAway(f"its OpenAI API sends headers of more than {_MAX_HEAD_BYTES} bytes"))
-        elif not self._answer.arrived(len(data)) and self._transport is not None and not self._is_paused:
+        elif not self._answer.arrived(len(data), spent_us) and self._transport is not None and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 

@@ -22,7 +22,7 @@ from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER, kv_source_text
 from kvrouter.frontend.edge.request_fields import RANK_HEADER
 from kvrouter.frontend.generate_request import DEFAULT_SAMPLING, GenerateRequest, Sampling, StopRules
 from kvrouter.frontend.proxy.engine_connections import EngineConnections
-from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineFailed
+from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineFailed, Offer
 from kvrouter.frontend.proxy.engine_request import (
     can_share,
     decode_body,
@@ -332,14 +332,15 @@ class EngineCalls:
     async def _pass_stream(
         self, answer: EngineAnswer, receiver: WorkerAttempt, response: EngineResponse
     ) -> DetailedOutput:
-        def take(part: bytes) -> None:
+        def take(part: bytes) -> Offer | None:
             receiver.take(Output(count_tokens(part), (), response.take(part)))
+            return offer if receiver.has_writer and not response.is_holding else None
 
         def offer_shown(chunks: bytes) -> bool:
             return not quotes_internal(chunks) and receiver.offer(chunks)
 
         offer = offer_shown if self._is_authenticated else receiver.offer
-        await answer.pass_on(take, self._response.stream, offer)
+        await answer.pass_on(take, self._response.stream)
         return DetailedOutput(raw=response.take(b"", ends=True))
 
     async def _pass_whole(

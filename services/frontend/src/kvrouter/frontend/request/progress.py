@@ -115,7 +115,7 @@ class Progress(msgspec.Struct, eq=False):
     def pass_on(self, output: Output) -> OutputWriter | None:
         """Passes a piece of the output on. May run for every token, so it defers most work to full blocks.
 
-        May return a writer for further tokens, up to the one that needs a further block. ``written`` counts them.
+        May return a writer for the tokens before the next one that needs a further block. ``written`` counts them.
         """
         tokens = output.tokens
         if tokens:
@@ -140,18 +140,11 @@ class Progress(msgspec.Struct, eq=False):
         writer = self.receiver.output(self._note_details(output) if isinstance(output, DetailedOutput) else output)
         if writer is None or output.finish_reason or not self.output_tokens:
             return None
-        writer.begin(self._tokens_to_report, self.last_output_ns, self.metrics.token_latency)
+        writer.begin(self.booking.room - self.output_tokens, self.last_output_ns, self.metrics.token_latency)
         return writer
 
-    @property
-    def _tokens_to_report(self) -> int:
-        """Number of tokens until the next report."""
-        return self.booking.room - self.output_tokens + 1
-
-    def written(self, tokens: int, token_ids: bytes, last_ns: int) -> int:
+    def written(self, tokens: int, token_ids: bytes, last_ns: int) -> None:
         """Counts tokens that a writer has taken, and keeps their packed ids.
-
-        Returns how many it may take until it says so again.
 
         ``last_ns``: time of the last one, by ``time.perf_counter_ns``.
         """
@@ -159,9 +152,6 @@ class Progress(msgspec.Struct, eq=False):
         self.last_output_ns = last_ns
         if self.kept is not None:
             self.kept.add_packed(token_ids)
-        if self.output_tokens > self.booking.room:
-            self._report()
-        return self._tokens_to_report
 
     def _note_details(self, output: DetailedOutput) -> Output:
         """Notes what a piece has besides tokens. Returns the piece for the client."""

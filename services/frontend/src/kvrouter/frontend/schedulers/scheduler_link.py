@@ -437,7 +437,7 @@ class SchedulerLink:
             self._schedule_send()
 
     async def _end_when_silent(self, scheduler_id: str, session: Session) -> None:
-        """Sends heartbeats, with the updates that wait.
+        """Sends the updates that wait, or heartbeats.
 
         Leaves a Scheduler that answers nothing, not even the opening, if there is another.
         """
@@ -448,7 +448,13 @@ class SchedulerLink:
                 cause = f"no answer for {self._heartbeat_timeout:g} s"
                 self._choice.avoid(scheduler_id, cause)
                 raise _SessionEnded(cause)
-            if session is self._session and not session.unanswered:
+            if session is not self._session:
+                continue
+            if session.unanswered:
+                self._is_due = bool(self._updates.unsent)
+            elif self._updates.unsent:
+                self._send_updates(session)
+            else:
                 self._send_call(session, self._updates.next_call())
 
     async def _end_when_lost(self, session: Session) -> None:

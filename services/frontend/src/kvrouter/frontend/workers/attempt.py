@@ -67,10 +67,9 @@ class Dispatch(msgspec.Struct, eq=False):
     take it, or continue it once it has output."""
     stays_a_probe: bool = False
     """Whether to wait for one more missed probe before leaving a worker that does not answer."""
-    on_written: Callable[[int, bytes, int], int] = lambda _tokens, _token_ids, _last_ns: 0
+    on_written: Callable[[int, bytes, int], None] = lambda _tokens, _token_ids, _last_ns: None
     """Called with the number of tokens that the writer has taken, their packed ids if it knows them, and the time of
-    the last one: with the piece after as many as it may take, before a piece passes that it does not take, and before
-    the attempt ends. Returns how many further ones it may take."""
+    the last one: before a piece passes that it does not take, and before the attempt ends."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -114,7 +113,7 @@ class WorkerAttempt:
         self._left = self._max_tokens
         """Tokens that may yet arrive, whether or not the worker keeps to the limit.
 
-        ``_count_written`` subtracts those that the writer has taken.
+        ``_settle`` subtracts those that the writer has taken.
         """
         self._writer: OutputWriter | None = None
         """Takes the usual pieces."""
@@ -198,6 +197,11 @@ class WorkerAttempt:
         else:
             self._take(output)
 
+    @property
+    def has_writer(self) -> bool:
+        """Whether a writer may take what comes next."""
+        return self._writer is not None
+
     def offer(self, data: bytes) -> bool:
         """Offers to the writer what a worker, or an engine over its OpenAI API, has sent.
 
@@ -207,8 +211,6 @@ class WorkerAttempt:
         if writer is None:
             return False
         try:
-            if not writer.limit:
-                self._count_written(writer)
             return writer.take(data)
         except Exception as error:
             self._receiver_failed(error)
@@ -298,17 +300,15 @@ class WorkerAttempt:
                 self._writer = writer
 
     def _settle(self) -> None:
-        """Counts the tokens that the writer has taken, and stops offering pieces to it."""
+        """Counts the tokens that the writer has taken, and lets it take no more."""
         writer, self._writer = self._writer, None
-        if writer is not None:
-            self._count_written(writer)
-
-    def _count_written(self, writer: OutputWriter) -> None:
-        """Counts the tokens that the writer has taken, and lets it take further ones."""
+        if writer is None:
+            return
+        writer.worker = None
         tokens, token_ids = writer.taken()
         if tokens:
             self._left -= tokens
-            writer.limit = min(self._dispatch.on_written(tokens, token_ids, writer.last_ns), self._left)
+            self._dispatch.on_written(tokens, token_ids, writer.last_ns)
 
     def _receiver_failed(self, error: Exception) -> None:
         """Ends the attempt. The error is raised in the request's task, since the connection serves other requests."""
