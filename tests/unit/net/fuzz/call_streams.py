@@ -108,13 +108,14 @@ def fuzz_client_stream(seed: int) -> None:
             _use_client(rng, stream, calls, cancelled)
             last = stream._last_number
             stream.receive([rng.choice(seeds) if rng.random() < 0.05 else random_response(rng, last)])
-            assert stream._parts_bytes == sum(each.size for each in stream._parts.values())
-            assert stream._parts_bytes <= LIMITS.parted_bytes + LIMITS.message_bytes
-            assert stream._parts.keys() <= stream._calls.keys()
+            unfinished = stream._unfinished
+            assert unfinished.bytes == sum(each.size for each in unfinished.by_number.values())
+            assert unfinished.bytes <= LIMITS.parted_bytes + LIMITS.message_bytes
+            assert unfinished.by_number.keys() <= stream._calls.keys()
     except ProtocolViolation:
         pass
     stream.lose("the end", has_unwritten=rng.random() < 0.5)
-    assert stream.running == stream.counts.running == stream._queued_bytes == stream._parts_bytes == 0
+    assert stream.running == stream.counts.running == stream._queued_bytes == stream._unfinished.bytes == 0
     for call, received in calls:
         assert received.outcomes == (call not in cancelled)
 

@@ -22,6 +22,7 @@ from kvrouter.net.calls.errors import (
 )
 from kvrouter.net.calls.limits import ITEM_BYTES, SPARSE_PINGS, VERSION, CallLimits, CallStreamCounts
 from kvrouter.net.calls.running_call import Lane, ResponseReceiver, RunningCall
+from kvrouter.net.calls.unfinished_responses import UnfinishedResponses
 from kvrouter.net.logs import get_logger
 from kvrouter.net.wire_format import encode_varint, tag
 from kvrouter.v1.calls_pb2 import (
@@ -67,17 +68,6 @@ _LEAST_PART_BYTES = 256
 """Parts below this size are items of a flood: a server cuts long responses only."""
 
 
-class _PartedResponse:
-    """The received parts of a response."""
-
-    __slots__ = ("parts", "size")
-
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.size = 0
-        """Memory of the parts, bytes."""
-
-
 class ClientStream:
     """One open call stream. ``wake`` is called when there is something to send."""
 
@@ -118,8 +108,7 @@ class ClientStream:
         self._calls: dict[int, RunningCall] = {}
         self._writers: dict[int, TokenWriter] = {}
         """Writers that are offered the responses of running calls, by number."""
-        self._parts: dict[int, _PartedResponse] = {}
-        self._parts_bytes = 0
+        self._unfinished = UnfinishedResponses()
         self._flood = FloodBudget(_FLOOD_ITEMS, _FLOOD_SECONDS)
         self._in_latest_message: list[RunningCall] = []
         """Calls whose last part is in the latest message."""
@@ -409,9 +398,8 @@ class ClientStream:
         if kind == _PART:
             self._take_part(call, response)
             return
-        parts = self._forget_parts(call) if self._parts else None
-        if parts is not None:
-            response = b"".join((*parts.parts, response))
+        if self._unfinished.bytes:
+            response = self._unfinished.finish(call.number, response)
         if kind not in _WHOLE_KINDS:
             raise ProtocolViolation("unknown_kind", f"received a response of kind {kind}, which is not defined")
         if not kind and (call.receiver is None or not response):
@@ -436,18 +424,13 @@ class ClientStream:
             self._spend(1)
         if call.receiver is None:
             return
-        parts = self._parts.setdefault(call.number, _PartedResponse())
-        parts.parts.append(part)
-        size = max(len(part), ITEM_BYTES)
-        parts.size += size
-        self._parts_bytes += size
-        limit = self._limits.response_bytes
-        if parts.size > limit or self._parts_bytes > self._limits.parted_bytes:
+        size, limits = self._unfinished.add(call.number, part), self._limits
+        if size > limits.response_bytes or self._unfinished.bytes > limits.parted_bytes:
             receiver = call.receiver
             reason = (
-                f"the response is longer than the {limit} bytes that are accepted"
-                if parts.size > limit
-                else f"more than {self._limits.parted_bytes} bytes of responses on the stream are unfinished"
+                f"the response is longer than the {limits.response_bytes} bytes that are accepted"
+                if size > limits.response_bytes
+                else f"more than {limits.parted_bytes} bytes of responses on the stream are unfinished"
             )
             call.cancel()
             receiver.on_error(TooMuchUnread(reason))
@@ -460,13 +443,7 @@ class ClientStream:
     def _forget_output(self, call: RunningCall) -> None:
         """Forgets what waits for further output of a call, or is offered it."""
         self._writers.pop(call.number, None)
-        self._forget_parts(call)
-
-    def _forget_parts(self, call: RunningCall) -> _PartedResponse | None:
-        parts = self._parts.pop(call.number, None)
-        if parts is not None:
-            self._parts_bytes -= parts.size
-        return parts
+        self._unfinished.forget(call.number)
 
     def _spend(self, items: int) -> None:
         if not self._flood.spend(items):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
-import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Final, Never
-from urllib.parse import quote
 
 import grpc
 import grpc.aio
 import hpack
+from kvrouter.net.http2.compression import COMPRESSIONS, NOT_DECOMPRESSED, decompressed
 from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, LEAST_MAX_FRAME_BYTES, Kind, frame, window_update
+from kvrouter.net.http2.metadata import AnyMetadata, encoded_status, metadata_of
 from kvrouter.net.http2.options import MAX_MESSAGE_BYTES
 from kvrouter.net.http2.side import Compressed, Http2Violation, MessageReader, MessageTooLong, prefix
 
@@ -41,16 +40,10 @@ _BEGINNING: Final = hpack.Encoder().encode(
     ],
     huffman=False,  # Clients of this package decode Huffman codes slowly.
 )
-_MAX_DETAILS: Final = 2048
 _MAX_DELIVERED_BYTES: Final = 1 << 20
 """Maximum size of a message decompressed on the event loop."""
 _TIMEOUT: Final = re.compile(rb"(\d{1,8})([HMSmun])")
 _UNIT_SECONDS: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
-_COMPRESSIONS: Final = (b"deflate", b"gzip")
-_ANY_FORMAT: Final = zlib.MAX_WBITS | 32
-"""Makes zlib tell the two apart."""
-
-_Trailing = Sequence[tuple[str, str | bytes]]
 
 
 class Received:
@@ -120,9 +113,9 @@ class ReceivedCall:
         self.window = window
         """Bytes the client accepts."""
         self._messages: deque[bytes] = deque()
-        may_compress = headers.get(b"grpc-encoding") in _COMPRESSIONS
+        may_compress = headers.get(b"grpc-encoding") in COMPRESSIONS
         self._reader = MessageReader(MAX_MESSAGE_BYTES, may_compress=may_compress)
-        self._metadata: tuple[tuple[str, str | bytes], ...] | None = None
+        self._metadata: AnyMetadata | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
         self._window_bytes = WINDOW_BYTES
@@ -143,7 +136,7 @@ class ReceivedCall:
         self._has_begun = False
         self._code = grpc.StatusCode.OK
         self._details = ""
-        self._trailing: _Trailing = ()
+        self._trailing: AnyMetadata = ()
         self._deadline: float | None = None
         """When the client gives up, by the loop's clock; None for never."""
         self._timer: asyncio.TimerHandle | None = None
@@ -227,8 +220,8 @@ class ReceivedCall:
 
     async def _decompressed(self, message: bytes) -> bytes:
         try:
-            return await asyncio.to_thread(_decompress, message, self._reader.max_bytes)
-        except _NOT_DECOMPRESSED as error:
+            return await asyncio.to_thread(decompressed, message, self._reader.max_bytes)
+        except NOT_DECOMPRESSED as error:
             self._fail_decompressing(error)
             raise asyncio.CancelledError from None  # As for a call that its client has left.
 
@@ -241,8 +234,8 @@ class ReceivedCall:
             return
         if isinstance(message, Compressed):
             try:
-                message = _decompress(message, _MAX_DELIVERED_BYTES)
-            except _NOT_DECOMPRESSED as error:
+                message = decompressed(message, _MAX_DELIVERED_BYTES)
+            except NOT_DECOMPRESSED as error:
                 self._fail_decompressing(error)
                 return
         on_message(message)
@@ -323,7 +316,7 @@ class ReceivedCall:
         self.connection.send(self)
         self.connection.wake()
 
-    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: _Trailing = ()) -> Never:
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: AnyMetadata = ()) -> Never:
         """Ends the handler, and the call with a status."""
         self._code, self._details, self._trailing = code, details, trailing_metadata
         raise grpc.aio.AbortError
@@ -336,18 +329,14 @@ class ReceivedCall:
         """Sets the message of the status."""
         self._details = details
 
-    def set_trailing_metadata(self, trailing_metadata: _Trailing) -> None:
+    def set_trailing_metadata(self, trailing_metadata: AnyMetadata) -> None:
         """Sets the metadata sent with the status."""
         self._trailing = trailing_metadata
 
-    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+    def invocation_metadata(self) -> AnyMetadata:
         """Returns the client's metadata. The values of an entry that it sent several times are joined with commas."""
         if self._metadata is None:
-            self._metadata = tuple(
-                (name.decode("latin-1"), from_base64(value) if name.endswith(b"-bin") else value.decode("latin-1"))
-                for name, value in self.headers.items()
-                if not name.startswith(b":")
-            )
+            self._metadata = metadata_of(self.headers)
         return self._metadata
 
     def time_remaining(self) -> float | None:
@@ -365,16 +354,7 @@ class ReceivedCall:
             connection.append(frame(Kind.RST_STREAM, bytes(4), stream=self.number))
 
     def _status(self) -> bytes:
-        if self._code is grpc.StatusCode.OK and not (self._details or self._trailing):
-            encoded = _OK
-        else:
-            fields = [("grpc-status", str(self._code.value[0]))]
-            if self._details:
-                fields.append(("grpc-message", quote(self._details[:_MAX_DETAILS], safe=" !#$&'()*+,/:;=?@[]")))
-            for name, value in self._trailing:
-                text = base64.b64encode(value).decode().rstrip("=") if isinstance(value, bytes) else value
-                fields.append((name, text))
-            encoded = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields])
+        encoded = encoded_status(self._code, self._details, self._trailing)
         return encoded if self._has_begun else _BEGINNING + encoded
 
     def take(self, payload: bytes, length: int, *, ends: bool) -> None:
@@ -507,9 +487,6 @@ class ReceivedCall:
         self.connection.append(frame(Kind.HEADERS, _BEGINNING, flags=END_HEADERS, stream=self.number))
 
 
-_OK: Final = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple("grpc-status", "0")], huffman=False)
-
-
 def _drop(_message: bytes) -> None:
     pass
 
@@ -520,30 +497,3 @@ def _ignore() -> None:
 
 def _nothing() -> None:
     return None
-
-
-_NOT_DECOMPRESSED: Final = (MessageTooLong, ValueError, zlib.error)
-
-
-def _decompress(message: bytes, max_bytes: int) -> bytes:
-    """Returns the content of a compressed message.
-
-    Raises:
-        MessageTooLong: it is too long.
-        ValueError, zlib.error: it is not compressed, or cut off.
-    """
-    decompressor = zlib.decompressobj(_ANY_FORMAT)
-    content = decompressor.decompress(message, max_bytes)
-    if decompressor.unconsumed_tail:
-        raise MessageTooLong(f"expected messages of at most {max_bytes} bytes, received a longer one")
-    if not decompressor.eof:
-        raise ValueError("received a compressed message that is cut off")
-    return content
-
-
-def from_base64(value: bytes) -> bytes:
-    """Returns the content of binary metadata; what is not encoded as it is."""
-    try:
-        return base64.b64decode(value + b"=" * (-len(value) % 4))
-    except ValueError:
-        return value

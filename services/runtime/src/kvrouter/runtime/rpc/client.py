@@ -18,8 +18,8 @@ from kvrouter.net import tls as transport_security, trace_context
 from kvrouter.net.auth import HEADER, ServiceToken, shown_token
 from kvrouter.net.calls import CallStreamClient, CallStreamCounts
 from kvrouter.net.http2 import ConnectionLost, Http2Violation, Metadata
+from kvrouter.net.http2.metadata import from_base64
 from kvrouter.net.http2.options import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
-from kvrouter.net.http2.received_call import from_base64
 from kvrouter.net.http2.responses import CallFailed, ResponseConnection, Responses
 from kvrouter.net.http2.side import MessageTooLong
 from kvrouter.net.tls import Tls
