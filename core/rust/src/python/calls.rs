@@ -58,9 +58,9 @@ fn is_taken(
 ) -> PyResult<bool> {
     let Some(writer) = writers.get_item(number)? else { return Ok(false) };
     // A writer that fails does so again for the receiver of the call, who handles it.
-    let is_taken = writer
-        .cast::<TokenWriter>()
-        .is_ok_and(|each| each.try_borrow_mut().is_ok_and(|mut each| each.offer(py, response, clock).unwrap_or(false)));
+    let is_taken = writer.cast::<TokenWriter>().is_ok_and(|each| {
+        each.try_borrow_mut().is_ok_and(|each| TokenWriter::offer(each, py, response, clock).unwrap_or(false))
+    });
     if !is_taken {
         writers.del_item(number)?;
     }

@@ -14,6 +14,7 @@ mod hashing;
 mod json_tokens;
 mod nats;
 mod observations;
+mod output_writer;
 mod outputs;
 mod predicted;
 mod prefix_index;
@@ -45,6 +46,7 @@ mod _native {
         json_tokens::{find_json_value, json_flaw, split_json, tokens_from_json, tokens_to_json},
         nats::read_nats_messages,
         observations::Observations,
+        output_writer::OutputWriter,
         outputs::read_output,
         predicted::PredictedIndex,
         prefix_index::{ApplySummary, MemoryBudget, PrefixIndex},

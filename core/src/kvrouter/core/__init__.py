@@ -113,6 +113,7 @@ __all__ = [
     "MemoryBudget",
     "NotATokenId",
     "Observations",
+    "OutputWriter",
     "PredictedIndex",
     "PrefixIndex",
     "Rank",

@@ -10,6 +10,7 @@ from unittest.mock import Mock, patch
 import pytest
 from aiohttp import HttpVersion10, HttpVersion11, web
 from hypothesis import given, strategies as st
+from kvrouter.core import OutputWriter
 from kvrouter.frontend.edge.event_stream import StepWriter
 from kvrouter.frontend.generate_request import StopRules
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -24,7 +25,7 @@ from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import BackOff
-from kvrouter.frontend.workers.output import Output, OutputWriter
+from kvrouter.frontend.workers.output import Output
 from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from aiohttp import HttpVersion11, web
 from hypothesis import given, strategies as st
+from kvrouter.core import OutputWriter
 from kvrouter.frontend.edge.completion_request import parse_completion
 from kvrouter.frontend.edge.event_stream import EventStream, StepWriter
 from kvrouter.frontend.edge.frame import ResponseFrame
@@ -26,7 +27,7 @@ from kvrouter.frontend.workers.attempt import Dispatch, RunningCall, WorkerAttem
 from kvrouter.frontend.workers.failures import WorkerFailure
 from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.observed_worker import BackOff
-from kvrouter.frontend.workers.output import Output, OutputWriter
+from kvrouter.frontend.workers.output import Output
 from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.calls_pb2 import OpenCallStreamResponse

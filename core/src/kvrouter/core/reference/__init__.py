@@ -21,6 +21,7 @@ from kvrouter.core.reference.json_tokens import (
 from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.nats import read_nats_messages
 from kvrouter.core.reference.observations import Observations
+from kvrouter.core.reference.output_writer import OutputWriter
 from kvrouter.core.reference.outputs import read_output
 from kvrouter.core.reference.predicted_index import PredictedIndex
 from kvrouter.core.reference.prefix_index import PrefixIndex
@@ -38,6 +39,7 @@ __all__ = [
     "MeasuredFactor",
     "MemoryBudget",
     "Observations",
+    "OutputWriter",
     "PredictedIndex",
     "PrefixIndex",
     "TokenWriter",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Mapping
 
-from kvrouter.core.reference.observations import Observations
-from kvrouter.core.reference.token_writer import Client, Worker
+from kvrouter.core.reference.output_writer import Client, OutputWriter
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
 _EVENT_END = b"\n\n"
@@ -17,11 +15,8 @@ _DATA = b"data:"
 _USAGE = re.compile(rb'"usage"(?![ \t\n\r\f]*:[ \t\n\r\f]*null)')
 
 
-class ChunkWriter:
-    """Writes whole chunks of HTTP/1.1 that have whole server-sent events, each of which counts as a token.
-
-    They skip the steps that other parts of a response pass through. ``taken`` returns their number later.
-    """
+class ChunkWriter(OutputWriter):
+    """Writes whole chunks of HTTP/1.1 that have whole server-sent events, each of which counts as a token."""
 
     def __init__(
         self, pending: Mapping[asyncio.Transport, list[bytes]], transport: asyncio.Transport, protocol: Client
@@ -33,47 +28,22 @@ class ChunkWriter:
             transport: The client.
             protocol: Says whether it reads.
         """
+        super().__init__(protocol)
         self._pending = pending
         self._transport = transport
-        self._protocol = protocol
-        self._latency: Observations | None = None
-        self.worker: Worker | None = None
-        """Whose chunks it takes, and counts; None to take none."""
-        self.limit = 0
-        """Number of tokens that it may yet take."""
-        self.last_ns = 0
-        """Time of the latest token, by ``time.perf_counter_ns``."""
         self._taken = 0
 
-    def begin(self, limit: int, last_ns: int, latency: Observations) -> None:
-        """Lets it take tokens.
-
-        Args:
-            limit: Number of tokens that it may take.
-            last_ns: Time of the token before, by ``time.perf_counter_ns``.
-            latency: Observes the time between tokens, seconds.
-        """
-        self.limit, self.last_ns, self._latency = limit, last_ns, latency
-
-    def take(self, chunks: bytes) -> bool:
+    def take(self, piece: bytes) -> bool:
         """Writes chunks, at once: the event loop collects the writes of a step itself.
 
         Returns False, and does nothing, if these are no whole chunks with whole events, or have a usage, which somebody
         must read; and while the client does not read, or gets other bytes before.
         """
-        tokens, worker = _count_tokens(chunks), self.worker
-        if self._latency is None or worker is None or not 0 < tokens <= self.limit:
+        tokens = _count_tokens(piece)
+        if not self._may_take(tokens) or self._transport in self._pending or self._transport.is_closing():
             return False
-        if self._protocol.writing_paused or worker.missed:
-            return False
-        if self._transport in self._pending or self._transport.is_closing():
-            return False
-        self._transport.write(chunks)
-        worker.pieces += 1
-        now_ns = time.perf_counter_ns()
-        self._latency.observe((now_ns - self.last_ns) / 1e9, tokens)
-        self.last_ns = now_ns
-        self.limit -= tokens
+        self._transport.write(piece)
+        self._count(tokens)
         self._taken += tokens
         return True
 

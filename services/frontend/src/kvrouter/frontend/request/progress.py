@@ -9,12 +9,13 @@ from itertools import chain
 from typing import Protocol
 
 import msgspec
+from kvrouter.core import OutputWriter
 from kvrouter.frontend.metrics import ModelMetrics
 from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
-from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputWriter
+from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.runtime.tracing import Kind, Span, span
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.texts import rank_text

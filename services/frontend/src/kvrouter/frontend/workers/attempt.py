@@ -15,12 +15,12 @@ import grpc
 import msgspec
 import structlog
 from google.protobuf.message import DecodeError
-from kvrouter.core import TokenWriter, read_output
+from kvrouter.core import OutputWriter, TokenWriter, read_output
 from kvrouter.frontend.metrics import FrontendMetrics
 from kvrouter.frontend.packed_prompt import TOKEN_BYTES
 from kvrouter.frontend.workers.failures import Fault, WorkerFailure, WorkerFate, fault_of
 from kvrouter.frontend.workers.observed_worker import WorkerCall
-from kvrouter.frontend.workers.output import DetailedOutput, Output, OutputWriter
+from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.frontend.workers.worker_request import WorkerRequest
 from kvrouter.net.calls import NotSent, OutcomeUnknown
 from kvrouter.runtime.deadline import Deadline

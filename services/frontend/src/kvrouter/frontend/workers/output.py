@@ -6,10 +6,9 @@ Nearly all pieces of a stream have only tokens: an ``Output``. The others are a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, cast
+from typing import Literal, cast
 
 import msgspec
-from kvrouter.core import ChunkWriter, TokenWriter
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.worker_pb2 import (
     FinishReason,
@@ -22,10 +21,6 @@ from kvrouter.v1.worker_pb2 import (
 OptionalField = Literal["cached_tokens", "finish_reason", "transfer_params"]
 
 _UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
-
-
-OutputWriter: TypeAlias = TokenWriter | ChunkWriter
-"""Writes the usual pieces of an output to its client. Such a piece skips the steps that others pass through."""
 
 
 class Output(msgspec.Struct, eq=False, gc=False):

@@ -1,0 +1,69 @@
+//! Python class with what writers of a worker's output share.
+
+use pyo3::gc::{PyTraverseError, PyVisit};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+
+use super::observations::Observations;
+
+/// Implements `kvrouter.core.reference.OutputWriter`.
+#[pyclass(module = "kvrouter.core._native", subclass)]
+pub struct OutputWriter {
+    protocol: Py<PyAny>,
+    latency: Option<Py<Observations>>,
+    #[pyo3(get, set)]
+    worker: Option<Py<PyAny>>,
+    #[pyo3(get, set)]
+    limit: u64,
+    #[pyo3(get)]
+    last_ns: i64,
+}
+
+impl OutputWriter {
+    pub fn new(protocol: Py<PyAny>) -> Self {
+        Self { protocol, latency: None, worker: None, limit: 0, last_ns: 0 }
+    }
+
+    /// Returns whether it may take a piece of so many tokens.
+    pub fn may_take(&self, py: Python<'_>, tokens: u64) -> PyResult<bool> {
+        let (Some(worker), Some(_), 1..) = (&self.worker, &self.latency, tokens) else { return Ok(false) };
+        Ok(tokens <= self.limit
+            && !self.protocol.bind(py).getattr(intern!(py, "writing_paused"))?.is_truthy()?
+            && !worker.bind(py).getattr(intern!(py, "missed"))?.is_truthy()?)
+    }
+
+    /// Counts a piece of so many tokens, which `may_take` allowed. `clock` has the time, once it was read.
+    pub fn count(&mut self, py: Python<'_>, tokens: u64, clock: &mut Option<i64>) -> PyResult<()> {
+        if let Some(worker) = &self.worker {
+            let (worker, pieces) = (worker.bind(py), intern!(py, "pieces"));
+            worker.setattr(pieces, worker.getattr(pieces)?.extract::<u64>()? + 1)?;
+        }
+        let now_ns = if let Some(now_ns) = *clock { now_ns } else { *clock.insert(clock_ns(py)?) };
+        if let Some(latency) = &self.latency {
+            let seconds = (now_ns - self.last_ns) as f64 / 1e9;
+            latency.borrow_mut(py).observe(seconds, u32::try_from(tokens).unwrap_or(u32::MAX));
+        }
+        self.last_ns = now_ns;
+        self.limit -= tokens;
+        Ok(())
+    }
+}
+
+#[pymethods]
+impl OutputWriter {
+    fn begin(&mut self, limit: u64, last_ns: i64, latency: Py<Observations>) {
+        (self.limit, self.last_ns, self.latency) = (limit, last_ns, Some(latency));
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.worker)?;
+        visit.call(&self.protocol)
+    }
+}
+
+/// Returns the time by Python's clock, which callers measure with too.
+fn clock_ns(py: Python<'_>) -> PyResult<i64> {
+    static CLOCK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    CLOCK.import(py, "time", "perf_counter_ns")?.call0()?.extract()
+}

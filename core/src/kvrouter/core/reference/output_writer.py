@@ -1,0 +1,80 @@
+"""What writers of a worker's output share."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from kvrouter.core.reference.observations import Observations
+
+
+class Client(Protocol):
+    """Knows whether a client reads."""
+
+    @property
+    def writing_paused(self) -> bool:
+        """Whether it leaves output unread."""
+
+
+class Worker(Protocol):
+    """Counts what a worker sends."""
+
+    pieces: int
+    """Pieces of output it has sent."""
+    missed: int
+    """Unanswered probes. Its next piece, which shows that it answers, is left to others."""
+
+
+class OutputWriter(ABC):
+    """Writes the usual pieces of a worker's output to a client.
+
+    They skip the steps that other pieces pass through. ``taken`` returns their tokens later, to be counted together.
+    """
+
+    def __init__(self, protocol: Client) -> None:
+        """Takes nothing before ``begin``. ``protocol`` says whether the client reads."""
+        self._protocol = protocol
+        self._latency: Observations | None = None
+        self.worker: Worker | None = None
+        """Whose pieces it takes, and counts; None to take none."""
+        self.limit = 0
+        """Number of tokens that it may yet take."""
+        self.last_ns = 0
+        """Time of the latest token, by ``time.perf_counter_ns``."""
+
+    def begin(self, limit: int, last_ns: int, latency: Observations) -> None:
+        """Lets it take tokens.
+
+        Args:
+            limit: Number of tokens that it may take.
+            last_ns: Time of the token before, by ``time.perf_counter_ns``.
+            latency: Observes the time between tokens, seconds.
+        """
+        self.limit, self.last_ns, self._latency = limit, last_ns, latency
+
+    @abstractmethod
+    def take(self, piece: bytes) -> bool:
+        """Writes a piece as it was received.
+
+        Returns False, and does nothing, if there is anything else to do, or while the client does not read.
+        """
+
+    @abstractmethod
+    def taken(self) -> tuple[int, bytes]:
+        """Returns the number of tokens taken since it was last asked, and their ids, packed, if it knows them."""
+
+    def _may_take(self, tokens: int) -> bool:
+        """Returns whether it may take a piece of so many tokens."""
+        if self._latency is None or self.worker is None or not 0 < tokens <= self.limit:
+            return False
+        return not (self._protocol.writing_paused or self.worker.missed)
+
+    def _count(self, tokens: int) -> None:
+        """Counts a piece of so many tokens, which ``_may_take`` allowed."""
+        assert self._latency is not None and self.worker is not None, "else nothing is taken"  # noqa: S101, PT018
+        self.worker.pieces += 1
+        now_ns = time.perf_counter_ns()
+        self._latency.observe((now_ns - self.last_ns) / 1e9, tokens)
+        self.last_ns = now_ns
+        self.limit -= tokens
