@@ -93,7 +93,7 @@ class ClientStream:
         self._limits = limits
         self._wake = wake
         self.on_draining: Callable[[], None] = lambda: None
-        """Called after each read, and when nothing waits to be sent, while the stream takes no new calls."""
+        """Called after a read's messages, and when nothing waits to be sent, while the stream takes no new calls."""
         self._methods = {name: index for index, name in enumerate(hello.methods)}
         self._message_bytes = min(limits.message_bytes, hello.max_message_bytes)
         self._max_calls, self._max_request_bytes = hello.max_calls, hello.max_request_bytes
@@ -377,7 +377,7 @@ class ClientStream:
                     self._defect(call)
 
     def _pass_on(self, call: RunningCall, receiver: ResponseReceiver, response: bytes) -> None:
-        """Passes a response on. Offers the following ones to the writer of its receiver, or to none any more."""
+        """Passes a response on. Offers the following ones to the writer that its receiver returns, if any."""
         writer = receiver.on_response(response)
         if writer is None or call.receiver is None:
             self._writers.pop(call.number, None)
@@ -399,7 +399,7 @@ class ClientStream:
             self._take_part(call, response)
             return
         if self._unfinished.bytes:
-            response = self._unfinished.finish(call.number, response)
+            response = b"".join((*self._unfinished.remove(call.number), response))
         if kind not in _WHOLE_KINDS:
             raise ProtocolViolation("unknown_kind", f"received a response of kind {kind}, which is not defined")
         if not kind and (call.receiver is None or not response):
@@ -443,7 +443,7 @@ class ClientStream:
     def _forget_output(self, call: RunningCall) -> None:
         """Forgets what waits for further output of a call, or is offered it."""
         self._writers.pop(call.number, None)
-        self._unfinished.forget(call.number)
+        self._unfinished.remove(call.number)
 
     def _spend(self, items: int) -> None:
         if not self._flood.spend(items):

@@ -14,7 +14,7 @@ class _Parts:
 
 
 class UnfinishedResponses:
-    """Joins the parts of responses. Its caller bounds their size."""
+    """Keeps the parts of responses. Its caller bounds their size."""
 
     def __init__(self) -> None:
         """Starts without parts."""
@@ -32,17 +32,10 @@ class UnfinishedResponses:
         self.bytes += size
         return parts.size
 
-    def finish(self, number: int, rest: bytes) -> bytes:
-        """Returns a whole response, from its parts and the rest."""
-        parts = self._remove(number)
-        return rest if parts is None else b"".join((*parts.parts, rest))
-
-    def forget(self, number: int) -> None:
-        """Forgets the parts of a response."""
-        self._remove(number)
-
-    def _remove(self, number: int) -> _Parts | None:
+    def remove(self, number: int) -> list[bytes]:
+        """Removes the parts of a response, and returns them in order."""
         parts = self.by_number.pop(number, None)
-        if parts is not None:
-            self.bytes -= parts.size
-        return parts
+        if parts is None:
+            return []
+        self.bytes -= parts.size
+        return parts.parts

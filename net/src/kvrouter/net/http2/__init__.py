@@ -8,7 +8,7 @@ its client has a connection of its own here, as have rare calls of thousands of 
 
 from kvrouter.net.http2.connection import GrpcConnection
 from kvrouter.net.http2.endpoint import ConnectionLost
-from kvrouter.net.http2.http2_call import Metadata
+from kvrouter.net.http2.metadata import Metadata
 from kvrouter.net.http2.received_call import ReceivedCall
 from kvrouter.net.http2.side import Http2Violation
 

@@ -8,7 +8,8 @@ from typing import Any, Self, cast
 
 from kvrouter.net.http2.connecting import addresses_of, first_connection, host_and_port
 from kvrouter.net.http2.endpoint import ConnectionLost, Endpoint
-from kvrouter.net.http2.http2_call import Http2Call, Metadata
+from kvrouter.net.http2.http2_call import Http2Call
+from kvrouter.net.http2.metadata import Metadata
 from kvrouter.net.http2.side import Http2Violation
 from kvrouter.net.tls.tls import Tls
 

@@ -23,6 +23,7 @@ from kvrouter.net.http2.frames import (
     settings,
     window_update,
 )
+from kvrouter.net.http2.metadata import Metadata
 from kvrouter.net.http2.side import (
     CONNECTION_WINDOW_BYTES,
     MAX_HEADER_BYTES,
@@ -65,9 +66,6 @@ _GOAWAY_BYTES: Final = 8
 _KNOWN_BLOCKS: Final[dict[bytes, dict[bytes, bytes]]] = {}
 """Decoded header blocks, for all connections whose HPACK table has not changed: most servers send equal blocks."""
 
-Metadata = Sequence[tuple[str, str]]
-"""Names and values."""
-
 
 class Http2Call(Http2Side):
     """One call. ``take`` returns the bytes to write, ``receive`` processes those read."""
@@ -79,7 +77,7 @@ class Http2Call(Http2Side):
         super().__init__()
         self._known_blocks = _KNOWN_BLOCKS
         self.on_messages: Callable[[Sequence[bytes]], None] = _ignore
-        """Called with messages of the server, those of a read together if they are whole."""
+        """Called with messages of the server, in order: all that a read has in whole frames, or one."""
         self.ended: tuple[grpc.StatusCode, str] | None = None
         """The call's status, once the server has ended it."""
         self.trailers: dict[bytes, bytes] = {}

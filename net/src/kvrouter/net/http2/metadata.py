@@ -10,6 +10,8 @@ from urllib.parse import quote
 import grpc
 import hpack
 
+Metadata: TypeAlias = Sequence[tuple[str, str]]
+"""Names and values without binary ones."""
 AnyMetadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 """Names and values, which are bytes where the name ends with ``-bin``."""
 
