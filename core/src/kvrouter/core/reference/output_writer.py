@@ -27,7 +27,7 @@ class Worker(Protocol):
 
 
 class OutputWriter(ABC):
-    """Writes the usual pieces of a worker's output to a client.
+    """Writes pieces of a worker's output that have only tokens to a client.
 
     They skip the steps that other pieces pass through. ``taken`` returns their tokens later, to be counted together.
     """

@@ -195,7 +195,7 @@ class Http2Side(ABC):
         fruitless = int(len(data) < LEAST_USEFUL_BYTES)
         buffer = self._unread + data if self._unread else data
         position, end = 0, len(buffer)
-        parsed = 0  # Where messages end that were parsed natively, but could not be taken.
+        parsed = 0  # End of the messages that a native call has parsed, but the call could not take.
         while end - position >= HEADER_BYTES and not self.is_over:
             if position >= parsed and buffer[position + KIND_AT] == DATA and self._headers is None:
                 stream, messages, short_frames, payload_bytes, size = read_messages(

@@ -37,7 +37,7 @@ _NO_BODY = frozenset({204, 304})
 
 
 Offer: TypeAlias = Callable[[bytes], bool]
-"""Takes whole chunks, as they are, or returns False: then they must be parsed."""
+"""Takes chunks as the engine framed them. Returns False if the parser must get them."""
 
 
 class EngineFailed(Exception):
@@ -111,7 +111,7 @@ class EngineAnswer(Struct, eq=False):
         """Passes on the parts of the body until its end, each in the step in which it arrives while the client reads.
 
         Args:
-            take: Takes a part. May return what is offered the chunks after it, if it ends with a whole event.
+            take: Takes a part. May return an offer for the chunks after it, if it ends with a whole event.
             client: The client; None for one that always reads.
 
         Raises:
@@ -216,7 +216,7 @@ class EngineConnection(asyncio.Protocol):
         The parser says that a chunk begins when it has the whole line with the size, not when that line begins.
         """
         self._offer: Offer | None = None
-        """Takes chunks that the parser does not get then; None while it must get what comes."""
+        """Is offered each read before the parser; None while the parser must get it."""
 
     @property
     def is_open(self) -> bool:

@@ -39,7 +39,7 @@ class OutputReceiver(Protocol):
         """Receives where the request runs, at the start of each attempt."""
 
     def output(self, output: Output) -> OutputWriter | None:
-        """Receives a piece of the output. May return a writer, which then takes usual pieces instead."""
+        """Receives a piece of the output. May return a writer for further pieces that have only tokens."""
 
 
 _BROKEN_OFF = (FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR)

@@ -66,11 +66,11 @@ _SLICE_STEPS = 20_000
 _AT_ONCE_STEPS = 512
 """Blocks of statements of a chat rendered at once: some 25 messages, 0.3 ms."""
 _AT_ONCE_TOTAL = 512 << 10
-"""Characters and items such a rendering may make altogether: each costs less than a nanosecond."""
+"""Characters and items that such a rendering may make altogether. ``AT_ONCE_ITEMS`` bounds those of the chat."""
 _QUICK_SECONDS = 0.002
-"""CPU time of a chat at once after which the next ones are left to threads: the template's blocks are long."""
+"""CPU time of a chat on the event loop beyond which the next ones go to threads: the template's blocks are long."""
 _LEFT_TO_THREADS = 100
-"""Number of these chats at first. It doubles each time, and falls by one with each quick chat."""
+"""Number of chats that go to threads the first time. It doubles each time, and falls by one with each quick chat."""
 _PROBE = "kvrouter-probe"
 _PROBE_TURN = [{"role": "system", "content": _PROBE}, {"role": "user", "content": _PROBE}]
 
@@ -100,9 +100,9 @@ class ChatTemplate:
             raise InvalidTemplate(f"the template has {len(source)} characters; the limit is {_MAX_TEMPLATE_BYTES}")
         self._special_tokens = dict(special_tokens)
         self._left_to_threads = 0
-        """Further chats that are not rendered at once."""
+        """Number of further chats that go to threads."""
         self._left_next = _LEFT_TO_THREADS
-        """Number of them after the next that takes long."""
+        """What it becomes when the next chat takes too long."""
         self._environment = _environment()
         try:
             self._template = self._environment.from_string(source)

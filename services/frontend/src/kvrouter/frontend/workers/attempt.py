@@ -116,7 +116,7 @@ class WorkerAttempt:
         ``_settle`` subtracts those that the writer has taken.
         """
         self._writer: OutputWriter | None = None
-        """Takes the usual pieces."""
+        """Takes pieces that have only tokens."""
         self.unattributed: WorkerFailure | None = None
         """Its failure, if it may not be its worker's fault."""
         self._missed_to_leave = 0
@@ -199,11 +199,11 @@ class WorkerAttempt:
 
     @property
     def has_writer(self) -> bool:
-        """Whether a writer may take what comes next."""
+        """Whether the next piece may be offered to a writer."""
         return self._writer is not None
 
     def offer(self, data: bytes) -> bool:
-        """Offers to the writer what a worker, or an engine over its OpenAI API, has sent.
+        """Offers the writer what a worker, or an engine over its OpenAI API, has sent.
 
         Returns False if the writer has not taken it.
         """

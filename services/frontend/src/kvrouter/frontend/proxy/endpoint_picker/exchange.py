@@ -103,7 +103,7 @@ class Exchange:
                 if kind == _HEADERS:
                     self._begun = True
                     began(self._request.has_caller)
-                # A token is a piece of it. One that came during the choice is read first.
+                # Each token is a piece of the response. A piece that came during the choice is read first.
                 if self._response_goes_on and self._reading is None:
                     await self._context.answer(self._answer_piece)
         except _GatewayLeft:
@@ -269,7 +269,7 @@ class Exchange:
             self._end()
 
     def _answer_piece(self, encoded: bytes) -> bytes | None:
-        """Returns the answer to a piece of the response; None if the message is none."""
+        """Returns the answer to a message with a piece of the response; None for any other message."""
         message = ProcessingRequest.FromString(encoded)
         return responses.encode(self._pass_on(message.response_body)) if "response_body" in message else None
 
