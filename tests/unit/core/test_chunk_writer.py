@@ -41,7 +41,7 @@ _READS = (
 )
 _STEPS = st.lists(
     st.tuples(st.just("take"), st.just(chunk(EVENT)) | _READS)
-    | st.tuples(st.just("begin"), st.integers(0, 3))
+    | st.tuples(st.sampled_from(["begin", "limit"]), st.integers(0, 3))
     | st.tuples(st.sampled_from(["pause", "close", "wait", "missed"]), st.booleans())
     | st.tuples(st.just("taken"), st.none()),
     max_size=20,
@@ -53,6 +53,7 @@ class _Case(asyncio.Transport):
         super().__init__()
         self.written: list[Any] = []
         self.closes = self.writing_paused = False
+        self.reports: list[int] = []
         self.pending: dict[asyncio.Transport, list[bytes]] = {}
         self.latency = observations([1e9])
         self.writer = writer(self.pending, self, self)
@@ -63,6 +64,10 @@ class _Case(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self.closes
+
+    def _report(self, tokens: int) -> int:
+        self.reports.append(tokens)
+        return tokens + 1
 
     def step(self, action: str, value: Any) -> object:
         writer = self.writer
@@ -76,7 +81,9 @@ class _Case(asyncio.Transport):
             self.pending.clear()
             self.pending |= {self: []} if value else {asyncio.Transport(): []}
         elif action == "begin":
-            writer.begin(value, writer.last_ns, self.latency)
+            writer.begin(value, writer.last_ns, self.latency, self._report)
+        elif action == "limit":
+            writer.limit = value
         elif action == "take":
             return writer.take(value)
         else:
@@ -86,13 +93,14 @@ class _Case(asyncio.Transport):
     @property
     def state(self) -> object:
         writer = self.writer
-        return writer.limit, bool(writer.last_ns), self.worker.pieces, self.latency.counts, self.written
+        counted = self.worker.pieces, self.latency.counts, self.reports
+        return writer.limit, bool(writer.last_ns), counted, self.written
 
 
 @given(_STEPS)
 def test_chunks_are_passed_on_as_by_the_reference(steps: list[tuple[str, Any]]) -> None:
     ours, reference = _Case(ChunkWriter, Observations), _Case(Reference, ReferenceObservations)
-    for action, value in [("begin", 2), *steps, ("taken", None)]:
+    for action, value in [("begin", 1), ("limit", 4), *steps, ("taken", None)]:
         assert ours.step(action, value) == reference.step(action, value)
         assert ours.state == reference.state
 
@@ -101,8 +109,10 @@ def test_chunks_are_written_as_they_are_and_counted_by_their_events() -> None:
     case = _Case(ChunkWriter, Observations)
     both = chunk(EVENT) + chunk(EVENT * 2)
     assert not case.step("take", both)
-    case.step("begin", 3)
+    case.step("begin", 2)
+    case.step("limit", 3)
     assert case.step("take", both)
+    assert case.reports == [3]
     assert not case.step("take", chunk(EVENT)), "its limit is reached"
     assert case.written == [both]
     assert case.step("taken", None) == (3, b"")

@@ -32,7 +32,7 @@ _PIECES = st.builds(
 )
 _STEPS = st.lists(
     st.tuples(st.just("take"), _SINGLE | _PIECES)
-    | st.tuples(st.just("begin"), st.integers(0, 3))
+    | st.tuples(st.sampled_from(["begin", "limit"]), st.integers(0, 3))
     | st.tuples(st.sampled_from(["taken", "flush"]), st.none())
     | st.tuples(st.sampled_from(["pause", "missed"]), st.booleans()),
     max_size=20,
@@ -45,6 +45,7 @@ class _Case:
         self.protocol = SimpleNamespace(writing_paused=False)
         self.pending: dict[asyncio.Transport, list[bytes]] = {}
         self.wakes = 0
+        self.reports: list[int] = []
         self.latency = observations([1e9])
         self.writer = writer(
             self.pending, self._wake, self.transport, self.protocol, before, after, are_chunks=are_chunks
@@ -55,6 +56,10 @@ class _Case:
         assert not self.pending
         self.wakes += 1
 
+    def _report(self, tokens: int) -> int:
+        self.reports.append(tokens)
+        return tokens + 1
+
     def step(self, action: str, value: Any) -> object:
         writer = self.writer
         if action == "pause":
@@ -64,7 +69,9 @@ class _Case:
         elif action == "flush":
             self.pending.clear()
         elif action == "begin":
-            writer.begin(value, writer.last_ns, self.latency)
+            writer.begin(value, writer.last_ns, self.latency, self._report)
+        elif action == "limit":
+            writer.limit = value
         elif action == "take":
             return writer.take(WorkerServiceGenerateResponse(output=value).SerializeToString())
         else:
@@ -75,7 +82,7 @@ class _Case:
     def state(self) -> object:
         writer = self.writer
         events = [*self.pending.values()]
-        return writer.limit, writer.total, self.worker.pieces, self.latency.counts, self.wakes, events
+        return writer.limit, writer.total, self.worker.pieces, self.latency.counts, self.wakes, self.reports, events
 
 
 @given(st.binary(max_size=300), st.binary(max_size=9), st.booleans(), _STEPS)
@@ -84,7 +91,7 @@ def test_tokens_are_passed_on_as_by_the_reference(
 ) -> None:
     ours = _Case(TokenWriter, Observations, before, after, are_chunks=are_chunks)
     reference = _Case(Reference, ReferenceObservations, before, after, are_chunks=are_chunks)
-    for action, value in [("begin", 2), *steps, ("taken", None)]:
+    for action, value in [("begin", 1), ("limit", 4), *steps, ("taken", None)]:
         latest = ours.writer.last_ns
         assert ours.step(action, value) == reference.step(action, value)
         assert ours.state == reference.state
@@ -95,6 +102,7 @@ def test_tokens_are_passed_on_as_by_the_reference(
 def test_tokens_taken_are_returned_once_and_packed() -> None:
     case = _Case(TokenWriter, Observations, b"", b"", are_chunks=False)
     case.step("begin", 2)
+    case.step("limit", 2)
     for token in (7, 4_000_000_000):
         assert case.step("take", GenerateOutput(token_ids=[token]))
     assert case.step("taken", None) == (2, (7).to_bytes(4, "little") + (4_000_000_000).to_bytes(4, "little"))
@@ -114,7 +122,8 @@ def test_responses_of_messages_are_offered_to_the_writers_of_their_calls(
     ours = [_Case(TokenWriter, Observations, b"", b"", are_chunks=False) for _ in range(2)]
     reference = [_Case(Reference, ReferenceObservations, b"", b"", are_chunks=False) for _ in range(2)]
     for case in (*ours, *reference):
-        case.step("begin", 3)
+        case.step("begin", 1)
+        case.step("limit", 3)
     writers: list[dict[int, Any]] = [
         {number: case.writer for number, case in enumerate(cases)} | {2: "no writer"} for cases in (ours, reference)
     ]
@@ -144,6 +153,7 @@ def test_a_writer_that_fails_leaves_its_response_to_the_receiver(kind: Any) -> N
     is_native = kind is TokenWriter
     case = _Case(kind, Observations if is_native else ReferenceObservations, b"", b"", are_chunks=False)
     case.step("begin", 3)
+    case.step("limit", 3)
     del case.worker.missed
     response = WorkerServiceGenerateResponse(output=GenerateOutput(token_ids=[1])).SerializeToString()
     encoded = OpenCallStreamResponse(whole_numbers=[7], whole_responses=[response]).SerializeToString()
@@ -156,7 +166,8 @@ def test_a_writer_that_fails_leaves_its_response_to_the_receiver(kind: Any) -> N
 def test_the_time_is_that_of_the_caller_s_clock() -> None:
     case = _Case(TokenWriter, Observations, b"", b"", are_chunks=False)
     before = time.perf_counter_ns()
-    case.writer.begin(1, before, case.latency)
+    case.writer.begin(1, before, case.latency, int)
+    case.step("limit", 1)
     assert case.step("take", GenerateOutput(token_ids=[1]))
     assert before <= case.writer.last_ns <= time.perf_counter_ns()
     assert case.latency.sum == (case.writer.last_ns - before) / 1e9

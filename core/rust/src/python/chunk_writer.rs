@@ -13,14 +13,13 @@ use crate::event_chunks::count_tokens;
 pub struct ChunkWriter {
     pending: Py<PyDict>,
     transport: Py<PyAny>,
-    taken: u64,
 }
 
 #[pymethods]
 impl ChunkWriter {
     #[new]
     fn new(pending: Py<PyDict>, transport: Py<PyAny>, protocol: Py<PyAny>) -> PyClassInitializer<Self> {
-        PyClassInitializer::from(OutputWriter::new(protocol)).add_subclass(Self { pending, transport, taken: 0 })
+        PyClassInitializer::from(OutputWriter::new(protocol)).add_subclass(Self { pending, transport })
     }
 
     fn take(mut slf: PyRefMut<'_, Self>, py: Python<'_>, piece: &Bound<'_, PyBytes>) -> PyResult<bool> {
@@ -36,12 +35,11 @@ impl ChunkWriter {
         }
         transport.call_method1(intern!(py, "write"), (piece,))?;
         slf.as_super().count(py, tokens, &mut None)?;
-        slf.taken += tokens;
         Ok(true)
     }
 
-    fn taken(&mut self, py: Python<'_>) -> (u64, Py<PyBytes>) {
-        (std::mem::take(&mut self.taken), PyBytes::new(py, b"").unbind())
+    fn taken(mut slf: PyRefMut<'_, Self>, py: Python<'_>) -> (u64, Py<PyBytes>) {
+        (slf.as_super().end(), PyBytes::new(py, b"").unbind())
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {

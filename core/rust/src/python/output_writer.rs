@@ -12,6 +12,9 @@ use super::observations::Observations;
 pub struct OutputWriter {
     protocol: Py<PyAny>,
     latency: Option<Py<Observations>>,
+    report: Option<Py<PyAny>>,
+    room: u64,
+    tokens: u64,
     #[pyo3(get, set)]
     worker: Option<Py<PyAny>>,
     #[pyo3(get, set)]
@@ -22,7 +25,7 @@ pub struct OutputWriter {
 
 impl OutputWriter {
     pub fn new(protocol: Py<PyAny>) -> Self {
-        Self { protocol, latency: None, worker: None, limit: 0, last_ns: 0 }
+        Self { protocol, latency: None, report: None, room: 0, tokens: 0, worker: None, limit: 0, last_ns: 0 }
     }
 
     /// Returns whether it may take a piece of so many tokens.
@@ -46,18 +49,30 @@ impl OutputWriter {
         }
         self.last_ns = now_ns;
         self.limit -= tokens;
+        self.tokens += tokens;
+        if let Some(report) = self.report.as_ref().filter(|_| self.tokens > self.room) {
+            self.room = report.call1(py, (self.tokens,))?.extract(py)?;
+        }
         Ok(())
+    }
+
+    /// Takes no further tokens. Returns the number of those taken.
+    pub fn end(&mut self) -> u64 {
+        (self.latency, self.report) = (None, None);
+        std::mem::take(&mut self.tokens)
     }
 }
 
 #[pymethods]
 impl OutputWriter {
-    fn begin(&mut self, limit: u64, last_ns: i64, latency: Py<Observations>) {
-        (self.limit, self.last_ns, self.latency) = (limit, last_ns, Some(latency));
+    fn begin(&mut self, room: u64, last_ns: i64, latency: Py<Observations>, report: Py<PyAny>) {
+        (self.room, self.last_ns) = (room, last_ns);
+        (self.latency, self.report) = (Some(latency), Some(report));
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.worker)?;
+        visit.call(&self.report)?;
         visit.call(&self.protocol)
     }
 }

@@ -5,7 +5,6 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use super::output_writer::OutputWriter;
-use crate::hash::TOKEN_BYTES;
 use crate::outputs;
 use crate::token_events::TokenEvents;
 
@@ -72,10 +71,10 @@ impl TokenWriter {
         Self::offer(slf, py, piece, &mut None)
     }
 
-    fn taken<'py>(&mut self, py: Python<'py>) -> (usize, Bound<'py, PyBytes>) {
-        let taken = (self.taken.len() / TOKEN_BYTES, PyBytes::new(py, &self.taken));
-        self.taken.clear();
-        taken
+    fn taken<'py>(mut slf: PyRefMut<'py, Self>, py: Python<'py>) -> (u64, Bound<'py, PyBytes>) {
+        let token_ids = PyBytes::new(py, &slf.taken);
+        slf.taken.clear();
+        (slf.as_super().end(), token_ids)
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {

@@ -67,20 +67,24 @@ async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_gets_all_in
     async with linked(scheduler) as link, asyncio.TaskGroup() as group:
         await until(lambda: link.ready)
         selecting = group.create_task(link.select(selection(), deadline=Deadline.never()))
-        kept, freed = booking("kept"), booking("freed")
+        kept, freed = booking("kept"), [booking(f"freed-{number}") for number in range(9)]
         keep(link, kept)
-        keep(link, freed)
+        for each in freed:
+            keep(link, each)
         for tokens in range(16, 16 * 20, 16):
             link.report_output(kept, tokens)
         link.prefill_complete(kept)
-        link.free(freed, 7)
+        for each in freed:
+            link.free(each, 7)
         await selecting
         await until_asserted(scheduler, 1)
-        while not scheduler.freed:
+        while len(scheduler.freed) < len(freed):
             await asyncio.sleep(0.01)
     (sent,) = scheduler.asserted
     assert (sent.booking.request_id, sent.prefill_complete, sent.output_tokens) == ("kept", True, 16 * 19)
-    assert [(each.booking.request_id, each.cached_tokens) for each in scheduler.freed] == [("freed", 7)]
+    assert [(each.booking.request_id, each.cached_tokens) for each in scheduler.freed] == [
+        (each.key.request_id, 7) for each in freed
+    ]
     assert len(scheduler.openings) == 2
 
 

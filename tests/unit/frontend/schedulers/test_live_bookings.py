@@ -36,7 +36,9 @@ def test_output_is_reported_when_the_count_of_blocks_rises(prompt: int, before: 
     live, updates = booking(prompt, 0), BookingUpdates("s", "c")
     updates.report_output(live, before)
     blocks = lambda tokens: (tokens + 15) // 16  # noqa: E731
-    is_reported = updates.report_output(live, before + more) is not None
+    updates.next_call()
+    updates.report_output(live, before + more)
+    is_reported = updates.has_unsent
     assert is_reported == (blocks(prompt + before + more) > blocks(prompt + before))
 
 

@@ -234,7 +234,7 @@ async def test_all_reports_that_wait_are_sent_with_the_next_heartbeat() -> None:
         for each in bookings:
             keep(link, each)
             link.report_output(each, 17)
-        await until(lambda: not link._updates.unsent)
+        await until(lambda: not link._updates.has_unsent)
         assert link.waiting_updates == len(bookings)
         assert sum(len(call.updates) > 1 for call in scheduler.calls) > 1, "more than fit into one call"
         scheduler.at_work.set()

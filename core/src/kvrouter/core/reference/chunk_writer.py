@@ -31,7 +31,6 @@ class ChunkWriter(OutputWriter):
         super().__init__(protocol)
         self._pending = pending
         self._transport = transport
-        self._taken = 0
 
     def take(self, piece: bytes) -> bool:
         """Writes chunks, at once: the event loop collects the writes of a step itself.
@@ -44,13 +43,11 @@ class ChunkWriter(OutputWriter):
             return False
         self._transport.write(piece)
         self._count(tokens)
-        self._taken += tokens
         return True
 
     def taken(self) -> tuple[int, bytes]:
-        """Returns the number of tokens taken since it was last asked. Their ids are not known."""
-        taken, self._taken = self._taken, 0
-        return taken, b""
+        """Returns the number of tokens taken since ``begin``. Their ids are not known."""
+        return self._end(), b""
 
 
 def _count_tokens(chunks: bytes) -> int:

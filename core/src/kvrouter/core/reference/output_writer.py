@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 from kvrouter.core.reference.observations import Observations
@@ -36,6 +37,9 @@ class OutputWriter(ABC):
         """Takes nothing before ``begin``. ``protocol`` says whether the client reads."""
         self._protocol = protocol
         self._latency: Observations | None = None
+        self._report: Callable[[int], int] | None = None
+        self._room = 0
+        self._tokens = 0
         self.worker: Worker | None = None
         """Whose pieces it takes, and counts; None to take none."""
         self.limit = 0
@@ -43,15 +47,17 @@ class OutputWriter(ABC):
         self.last_ns = 0
         """Time of the latest token, by ``time.perf_counter_ns``."""
 
-    def begin(self, limit: int, last_ns: int, latency: Observations) -> None:
-        """Lets it take tokens.
+    def begin(self, room: int, last_ns: int, latency: Observations, report: Callable[[int], int]) -> None:
+        """Lets it take tokens, up to its limit, until ``taken``.
 
         Args:
-            limit: Number of tokens that it may take.
+            room: Number of tokens that need no report.
             last_ns: Time of the token before, by ``time.perf_counter_ns``.
             latency: Observes the time between tokens, seconds.
+            report: Called with the number of tokens taken, once there is no room for them. Returns the next room, which
+                includes these tokens.
         """
-        self.limit, self.last_ns, self._latency = limit, last_ns, latency
+        self._room, self.last_ns, self._latency, self._report = room, last_ns, latency, report
 
     @abstractmethod
     def take(self, piece: bytes) -> bool:
@@ -62,7 +68,13 @@ class OutputWriter(ABC):
 
     @abstractmethod
     def taken(self) -> tuple[int, bytes]:
-        """Returns the number of tokens taken since it was last asked, and their ids, packed, if it knows them."""
+        """Returns the number of tokens taken since ``begin``, and their ids, packed, if it knows them."""
+
+    def _end(self) -> int:
+        """Takes no further tokens. Returns the number of those taken."""
+        tokens, self._tokens = self._tokens, 0
+        self._latency = self._report = None
+        return tokens
 
     def _may_take(self, tokens: int) -> bool:
         """Returns whether it may take a piece of so many tokens."""
@@ -72,9 +84,12 @@ class OutputWriter(ABC):
 
     def _count(self, tokens: int) -> None:
         """Counts a piece of so many tokens, which ``_may_take`` allowed."""
-        assert self._latency is not None and self.worker is not None, "else nothing is taken"  # noqa: S101, PT018
+        assert self._latency and self._report and self.worker, "else nothing is taken"  # noqa: S101, PT018
         self.worker.pieces += 1
         now_ns = time.perf_counter_ns()
         self._latency.observe((now_ns - self.last_ns) / 1e9, tokens)
         self.last_ns = now_ns
         self.limit -= tokens
+        self._tokens += tokens
+        if self._tokens > self._room:
+            self._room = self._report(self._tokens)

@@ -64,9 +64,9 @@ class TokenWriter(OutputWriter):
         return True
 
     def taken(self) -> tuple[int, bytes]:
-        """Returns the number of tokens taken since it was last asked, and the tokens as packed little-endian u32."""
+        """Returns the number of tokens taken since ``begin``, and the tokens as packed little-endian u32."""
         taken, self._taken = self._taken, array("I")
-        return len(taken), taken.tobytes()
+        return self._end(), taken.tobytes()
 
     def _write(self, token: int) -> None:
         event = b"%b%d%b" % (self._before, token, self._after)

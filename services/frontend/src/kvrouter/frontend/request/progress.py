@@ -116,7 +116,7 @@ class Progress(msgspec.Struct, eq=False):
     def pass_on(self, output: Output) -> OutputWriter | None:
         """Passes a piece of the output on. May run for every token, so it defers most work to full blocks.
 
-        May return a writer for the tokens before the next one that needs a further block. ``written`` counts them.
+        May return a writer for the tokens that follow. ``written`` counts them.
         """
         tokens = output.tokens
         if tokens:
@@ -136,12 +136,14 @@ class Progress(msgspec.Struct, eq=False):
             self.output_tokens = output_tokens = self.output_tokens + tokens
             if self.kept is not None:
                 self.kept.pieces.append(output.token_ids)
+                self.kept.compact()
             if output_tokens > self.booking.room and not output.finish_reason:
                 self._report()
         writer = self.receiver.output(self._note_details(output) if isinstance(output, DetailedOutput) else output)
         if writer is None or output.finish_reason or not self.output_tokens:
             return None
-        writer.begin(self.booking.room - self.output_tokens, self.last_output_ns, self.metrics.token_latency)
+        room = self.booking.room - self.output_tokens
+        writer.begin(room, self.last_output_ns, self.metrics.token_latency, self._report)
         return writer
 
     def written(self, tokens: int, token_ids: bytes, last_ns: int) -> None:
@@ -182,13 +184,20 @@ class Progress(msgspec.Struct, eq=False):
             prefill_complete=self.frees_when_prefilled,
         )
 
-    def _report(self) -> None:
-        """Reports the need of a further block."""
-        self.link.report_output(self.booking, self.output_tokens)
-        self.metrics.output_tokens.value += self.output_tokens - self.counted_tokens
-        self.counted_tokens = self.output_tokens
-        if self.kept is not None:
-            self.kept.compact()
+    def _report(self, taken: int = 0) -> int:
+        """Reports the need of a further block.
+
+        Args:
+            taken: Number of tokens that a writer has taken, and ``written`` has not counted.
+
+        Returns:
+            How many tokens fit into the blocks, with those taken.
+        """
+        output_tokens = self.output_tokens + taken
+        self.link.report_output(self.booking, output_tokens)
+        self.metrics.output_tokens.value += output_tokens - self.counted_tokens
+        self.counted_tokens = output_tokens
+        return self.booking.room - self.output_tokens
 
 
 GENERATE = "kvrouter.v1.WorkerService/Generate"

@@ -115,6 +115,8 @@ class BookingUpdates:
         """Sent and unacknowledged updates."""
         self.unsent: deque[pb.BookingUpdate] = deque()
         """Updates following those."""
+        self._grown: dict[LiveBooking, None] = {}
+        """Live bookings that need further blocks, of which the next call informs the Scheduler."""
         self._asserting: dict[int, LiveBooking] = {}
         """Re-asserts without acknowledgement, by number."""
         self.refused: set[LiveBooking] = set()
@@ -126,9 +128,14 @@ class BookingUpdates:
         return len(self._asserting)
 
     @property
+    def has_unsent(self) -> bool:
+        """Whether the next call is more than a heartbeat."""
+        return bool(self.unsent or self._grown)
+
+    @property
     def waiting(self) -> int:
         """Number of unacknowledged updates."""
-        return len(self._sent) + len(self.unsent)
+        return len(self._sent) + len(self.unsent) + len(self._grown)
 
     @property
     def overflowed(self) -> bool:
@@ -163,6 +170,7 @@ class BookingUpdates:
             self._first += 1
         for booking in self.live:
             self._reassert(booking)
+        self._grown.clear()
 
     def closing(self) -> pb.CloseSessionRequest:
         """Returns the call that closes the last opening."""
@@ -184,21 +192,17 @@ class BookingUpdates:
             update.prefill_complete.handover_us = handover_us
         return update
 
-    def report_output(self, booking: LiveBooking, output_tokens: int) -> pb.BookingUpdate | None:
-        """Sets the number of output tokens. Returns an update only if the request needs a further block."""
+    def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
+        """Sets the number of output tokens. The next call has it if the request needs a further block."""
         booking.output_tokens = output_tokens
-        if output_tokens <= booking.room:
-            return None
-        booking.room = output_tokens + -(booking.prompt_tokens + output_tokens) % booking.block_size
-        update = pb.BookingUpdate()
-        output = update.output  # Set in place: a message that is passed to a constructor is encoded and decoded.
-        output.booking.CopyFrom(booking.key)
-        output.output_tokens = output_tokens
-        return update
+        if output_tokens > booking.room:
+            booking.room = output_tokens + -(booking.prompt_tokens + output_tokens) % booking.block_size
+            self._grown[booking] = None
 
     def free(self, booking: LiveBooking) -> pb.FreeRequest:
         """Ends a booking, and adds the update that frees it. Returns its message, for what else it says."""
         self.live.pop(booking, None)
+        self._grown.pop(booking, None)
         update = pb.BookingUpdate()
         freeing = update.free
         freeing.booking.CopyFrom(booking.key)
@@ -208,6 +212,13 @@ class BookingUpdates:
     def next_call(self) -> pb.UpdateBookingsRequest:
         """Returns the next call, with as many of the updates to send as fit; a heartbeat if there are none."""
         unsent, sent = self.unsent, self._sent
+        for booking in self._grown:
+            update = pb.BookingUpdate()
+            output = update.output  # Set in place: a message that is passed to a constructor is encoded and decoded.
+            output.booking.CopyFrom(booking.key)
+            output.output_tokens = booking.output_tokens
+            unsent.append(update)
+        self._grown.clear()
         request = pb.UpdateBookingsRequest(
             session_id=self._session_id, opening_number=self.opening_number, first_number=self._first + len(sent)
         )

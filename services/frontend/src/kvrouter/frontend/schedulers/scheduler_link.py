@@ -162,7 +162,7 @@ class SchedulerLink:
             while (session := self._session or await self._wait_session(deadline)) is not None:
                 sent = True
                 try:
-                    if self._updates.unsent:
+                    if self._updates.has_unsent:
                         self._send_updates(session)
                     seconds = deadline.remaining()
                     selected = await session.answer(self._call(session, request, seconds), seconds)
@@ -258,11 +258,7 @@ class SchedulerLink:
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
         """Reports the number of output tokens with the next call if the request needs a further block."""
-        update = self._updates.report_output(booking, output_tokens)
-        if update is not None and self._session is not None:
-            self._updates.unsent.append(update)
-            if self._updates.overflowed:
-                self._schedule_send()
+        self._updates.report_output(booking, output_tokens)
 
     def free(
         self,
@@ -332,7 +328,7 @@ class SchedulerLink:
         self._is_due = False
         # A Scheduler in this process answers before the next call is made.
         session.unanswered += 1
-        while session is self._session and self._updates.unsent:
+        while session is self._session and self._updates.has_unsent:
             self._send_call(session, self._updates.next_call())
         session.unanswered -= 1
 
@@ -451,8 +447,8 @@ class SchedulerLink:
             if session is not self._session:
                 continue
             if session.unanswered:
-                self._is_due = bool(self._updates.unsent)
-            elif self._updates.unsent:
+                self._is_due = self._updates.has_unsent
+            elif self._updates.has_unsent:
                 self._send_updates(session)
             else:
                 self._send_call(session, self._updates.next_call())

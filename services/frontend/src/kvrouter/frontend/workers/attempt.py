@@ -37,6 +37,9 @@ _HARMLESS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADL
 """Codes with which a worker fails a request that does not harm it."""
 _UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
 
+_MOST_WRITTEN = 4096
+"""Tokens that a writer takes before they are counted here. It keeps their ids until then."""
+
 Outcome = WorkerFailure | Exception | None
 """How an attempt ended: by its worker's fault, by an error for the client, or complete."""
 
@@ -295,7 +298,7 @@ class WorkerAttempt:
             self._receiver_failed(error)
         else:
             if writer is not None and not self._over:
-                writer.limit = min(writer.limit, self._left)
+                writer.limit = min(self._left, _MOST_WRITTEN)
                 writer.worker = self._worker
                 self._writer = writer
 
