@@ -38,7 +38,8 @@ def opened(version: Any, writer: StepWriter | None = None) -> tuple[EventStream,
 
 
 def take(writer: TokenWriter, token: int) -> bool:
-    writer.begin(1, 0, Observations([1]))
+    writer.begin(1, 0, Observations([1]), int)
+    writer.limit = 1
     writer.worker = SimpleNamespace(pieces=0, missed=0)
     return writer.take(WorkerServiceGenerateResponse(output=GenerateOutput(token_ids=[token])).SerializeToString())
 

@@ -243,7 +243,8 @@ class Writing(Received):
         protocol = SimpleNamespace(writing_paused=False)
         self.writer = TokenWriter(self.written, lambda: None, asyncio.Transport(), protocol, b"", b"", are_chunks=False)
         self.writer.worker = SimpleNamespace(pieces=0, missed=0)
-        self.writer.begin(limit, 0, Observations([1]))
+        self.writer.begin(limit, 0, Observations([1]), int)
+        self.writer.limit = limit
 
     def on_response(self, encoded: bytes) -> TokenWriter:  # type: ignore[override]
         super().on_response(encoded)

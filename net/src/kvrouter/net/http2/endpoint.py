@@ -46,6 +46,7 @@ class Endpoint(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._writing_paused = False
         self._woken = False
+        self._is_receiving = False
         self._heard = True
         self._silent_checks = 0
         self._check: asyncio.TimerHandle | None = None
@@ -67,10 +68,11 @@ class Endpoint(asyncio.Protocol):
         """Asks the peer for an answer."""
 
     def wake(self) -> None:
-        """Writes the ready bytes after the ready callbacks, so they share a write."""
+        """Writes the ready bytes after the ready callbacks, or what is being read, so they share a write."""
         if not self._woken:
             self._woken = True
-            self._loop.call_soon(self._flush)
+            if not self._is_receiving:
+                self._loop.call_soon(self._flush)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Implements asyncio.Protocol."""
@@ -101,7 +103,7 @@ class Endpoint(asyncio.Protocol):
         """Implements asyncio.Protocol."""
         self._heard = True
         if len(data) <= self.slice_bytes and not self._unread and self._budget.take(self._cost_us(data)):
-            self._receive(data)
+            self._process(data)
             return
         if not self._unread and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
@@ -111,9 +113,20 @@ class Endpoint(asyncio.Protocol):
         if not is_waiting:
             self._await_turn()
 
+    def _process(self, data: bytes) -> None:
+        """Processes a part of the input, and writes the answers to it that are ready."""
+        self._is_receiving = not self._woken  # Otherwise a flush is scheduled.
+        try:
+            self._receive(data)
+        finally:
+            if self._is_receiving:
+                self._is_receiving = False
+                if self._woken:
+                    self._flush()
+
     def _receive_waiting(self) -> None:
         """Processes the next slice of the input."""
-        self._receive(self._unread.popleft())
+        self._process(self._unread.popleft())
         if self._unread:
             self._await_turn()
         elif self._lost is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from itertools import groupby
 
@@ -20,6 +20,7 @@ from kvrouter.net.snapshot_format import InvalidSnapshot
 from kvrouter.net.wire_format import encode_field, tag
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.requests import component_name, content_in_blocks, pack_local_hashes
+from kvrouter.runtime.rpc import may_wait
 from kvrouter.v1 import indexer_pb2 as pb
 from kvrouter.v1.common_pb2 import BlockScope, Component, Rank as RankMessage, RankState
 from kvrouter.v1.errors import (
@@ -114,16 +115,25 @@ class IndexerService:
         Raises:
             UnknownComponent, NotReady, BlockSizeMismatch, PromptTooLong, BadRequest, DeadlineExceeded.
         """
-        return pb.FindMatchesResponse.FromString(await self.find_matches_encoded(request, deadline=deadline))
+        answer = self.find_matches_encoded(request, deadline=deadline)
+        return pb.FindMatchesResponse.FromString(answer if isinstance(answer, bytes) else await answer)
 
-    async def find_matches_encoded(self, request: pb.FindMatchesRequest, *, deadline: Deadline) -> bytes:
-        """Returns the encoded response of ``find_matches``."""
+    @may_wait
+    def find_matches_encoded(self, request: pb.FindMatchesRequest, *, deadline: Deadline) -> bytes | Awaitable[bytes]:
+        """Returns the encoded response of ``find_matches``, at once for hashes unless the index is being changed."""
         began = time.perf_counter()
         if deadline.expired:
             raise DeadlineExceeded
         component = self._ready(component_name(request.component))
         check_prompt(request, component.block_size, self._max_prompt_tokens)
-        return await self._find(component, await self._hashes(request, component.block_size), deadline, began)
+        if request.WhichOneof("prompt") == "token_ids":
+            return self._find_tokens(component, request, deadline, began)
+        hashes = pack_local_hashes(request.local_hashes)
+        answer = component.state.shared.try_find_matches(hashes)
+        if answer is None:
+            return self._find(component, hashes, deadline, began)
+        self._metrics.find_matches_seconds.observe(time.perf_counter() - began)
+        return answer
 
     async def find_matches_of_hashes(
         self, component: ComponentName, local_hashes: bytes, *, block_size: int, deadline: Deadline
@@ -138,6 +148,12 @@ class IndexerService:
         if block_size != index.block_size:
             raise BlockSizeMismatch(block_size, index.block_size)
         return await self._find(index, local_hashes, deadline, began)
+
+    async def _find_tokens(
+        self, component: ComponentIndex, request: pb.FindMatchesRequest, deadline: Deadline, began: float
+    ) -> bytes:
+        hashes = await _hashes_of_tokens(request, component.block_size)
+        return await self._find(component, hashes, deadline, began)
 
     async def _find(self, component: ComponentIndex, local_hashes: bytes, deadline: Deadline, began: float) -> bytes:
         answer = await component.state.shared.find_matches(local_hashes, deadline)
@@ -306,15 +322,14 @@ class IndexerService:
             raise NotReady(f"the index of {index.name} is being restored")
         return index
 
-    async def _hashes(self, request: pb.FindMatchesRequest, block_size: int) -> bytes:
-        if request.WhichOneof("prompt") == "local_hashes":
-            return pack_local_hashes(request.local_hashes)
-        scope = scope_of(request.scope)
-        multimodal = content_in_blocks(request.multimodal_hashes, block_size)
-        ids = request.token_ids.ids
-        if len(ids) > _LONG_PROMPT_TOKENS:
-            return await asyncio.to_thread(local_hashes, ids, block_size, scope, multimodal)
-        return local_hashes(ids, block_size, scope, multimodal)
+
+async def _hashes_of_tokens(request: pb.FindMatchesRequest, block_size: int) -> bytes:
+    scope = scope_of(request.scope)
+    multimodal = content_in_blocks(request.multimodal_hashes, block_size)
+    ids = request.token_ids.ids
+    if len(ids) > _LONG_PROMPT_TOKENS:
+        return await asyncio.to_thread(local_hashes, ids, block_size, scope, multimodal)
+    return local_hashes(ids, block_size, scope, multimodal)
 
 
 @asynccontextmanager

@@ -93,6 +93,10 @@ class SharedIndex:
         """Runs a read of the index in a thread, concurrently with other reads. Returns its result."""
         return await asyncio.to_thread(task, self._index)
 
+    def try_find_matches(self, local_hashes: bytes) -> bytes | None:
+        """Returns what ``find_matches`` does; None while the index is being changed."""
+        return self._index.try_find_matches(local_hashes)
+
     async def find_matches(self, local_hashes: bytes, deadline: Deadline = _NEVER) -> bytes:
         """Returns the encoded FindMatchesResponse for a prompt; uses a thread only while the index is being changed.
 
@@ -103,7 +107,7 @@ class SharedIndex:
         Raises:
             DeadlineExceeded: the thread had no answer in time.
         """
-        answer = self._index.try_find_matches(local_hashes)
+        answer = self.try_find_matches(local_hashes)
         if answer is not None:
             return answer
         try:

@@ -8,13 +8,14 @@ from kvrouter.runtime.rpc.client import (
     remote_on_connections,
 )
 from kvrouter.runtime.rpc.guard import Guard, Metadata
-from kvrouter.runtime.rpc.server import RpcServer, not_awaited_by_drain
+from kvrouter.runtime.rpc.server import RpcServer, may_wait, not_awaited_by_drain
 
 __all__ = [
     "Guard",
     "Metadata",
     "RpcServer",
     "call_stream_client",
+    "may_wait",
     "not_awaited_by_drain",
     "open_channel",
     "remote",

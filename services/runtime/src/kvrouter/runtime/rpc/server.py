@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import ipaddress
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
 from inspect import isawaitable
@@ -31,7 +31,7 @@ from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc.guard import UNGUARDED, Guard, GuardedPeers
 from kvrouter.runtime.rpc.methods import full_path, methods_by_python_name, request_parser
 from kvrouter.runtime.telemetry.health import HealthBoard
-from kvrouter.runtime.tracing import STARTS_TRACES, Kind, request_span, span
+from kvrouter.runtime.tracing import STARTS_TRACES, Kind, is_recording, request_span, span
 from kvrouter.v1.error_encoding import set_error
 from kvrouter.v1.errors import INTERNAL_ERROR, DeadlineExceeded, Draining, KvRouterError
 from kvrouter.v1.message_limits import DEFAULT_LIMITS, MessageLimits
@@ -51,6 +51,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def not_awaited_by_drain(method: _Method) -> _Method:
     """Marks a method whose calls last until their client ends them. ``RpcServer.drain`` cuts them off in the end."""
     method.__dict__["not_awaited_by_drain"] = True
+    return method
+
+
+def may_wait(method: _Method) -> _Method:
+    """Marks a plain method that returns an awaitable when it cannot answer at once."""
+    method.__dict__["may_wait"] = True
     return method
 
 
@@ -292,7 +298,8 @@ def call_handler(
 ) -> Callable[[bytes, ServerCall], bytes | Coroutine[Any, Any, bytes]]:
     """Returns the handler of a method for ``CallStreamServer.add_unary``. A plain function is answered in one step.
 
-    Otherwise the handler returns a coroutine. It sets the trace context of its task, so it needs a task of its own.
+    Otherwise the handler returns a coroutine. It sets the trace context of its task, so it needs a task of its own. So
+    do the guard and the span of a method that ``may_wait``.
 
     Args:
         path: The method's path on the wire, for logs.
@@ -301,6 +308,7 @@ def call_handler(
         guard: Decides whether a call may run; None for always.
     """
     waits = inspect.iscoroutinefunction(bound)
+    may_be_late = getattr(bound, "may_wait", False)
     takes_connection = "connection" in inspect.signature(bound).parameters
 
     def handle(encoded: bytes, call: ServerCall) -> bytes | Coroutine[Any, Any, bytes]:
@@ -309,12 +317,19 @@ def call_handler(
         except KvRouterError as error:
             raise refused(error) from None
         deadline = Deadline.never() if call.time_left is None else Deadline.after(call.time_left)
-        if waits:
+        if waits or (may_be_late and (guard is not None or (call.trace_context and is_recording()))):
             return answer(encoded, deadline, admitted, trace_context.checked(call.trace_context))
         context = {"connection": call.stream} if takes_connection else {}
         try:
             with admitted:
-                return _serialize(bound(parse(encoded), deadline=deadline, **context))
+                response = bound(parse(encoded), deadline=deadline, **context)
+        except Exception as error:
+            raise refused(error) from None
+        return late(response) if may_be_late and isawaitable(response) else _serialize(response)
+
+    async def late(response: Awaitable[Any]) -> bytes:
+        try:
+            return _serialize(await response)
         except Exception as error:
             raise refused(error) from None
 
@@ -324,7 +339,8 @@ def call_handler(
         trace_context.enter(traceparent)
         try:
             with admitted, span(path[1:], Kind.SERVER):
-                return _serialize(await bound(parse(encoded), deadline=deadline))
+                response = bound(parse(encoded), deadline=deadline)
+                return _serialize(await response if isawaitable(response) else response)
         except Exception as error:
             raise refused(error) from None
 

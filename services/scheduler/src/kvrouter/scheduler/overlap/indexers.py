@@ -44,13 +44,21 @@ class RemoteIndexers:
     client_name: str
     counts: CallStreamCounts
     _connections: dict[str, _Connection] = field(default_factory=dict, init=False)
+    _registered: object = field(default=None, init=False)
+    _ready: dict[ComponentName, _Failover | None] = field(default_factory=dict, init=False)
+    """The ready Indexers of components among those registered."""
     _avoided: set[str] = field(default_factory=set, init=False)
     _group: asyncio.TaskGroup | None = field(default=None, init=False)
 
     def __call__(self, component: ComponentName) -> OverlapIndex | None:
         """Returns the ready Indexers of a component as one; None if there are none."""
-        endpoints = self.directory.ready_indexers(component)
-        return _Failover(self, endpoints) if endpoints else None
+        registered = self.directory.services("indexer")
+        if registered is not self._registered:
+            self._registered, self._ready = registered, {}
+        if component not in self._ready:
+            endpoints = self.directory.ready_indexers(component)
+            self._ready[component] = _Failover(self, endpoints) if endpoints else None
+        return self._ready[component]
 
     def stub(self, endpoint: str) -> Any:
         """Returns a stub of the Indexer at an address.
