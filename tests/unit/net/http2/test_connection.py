@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import cycle
 from typing import Any
 from unittest.mock import Mock
 
@@ -397,3 +398,20 @@ async def test_what_is_read_at_once_is_processed_over_several_passes() -> None:
         assert sum(processed) - before <= 2 * PASS_US * 4
         await asyncio.sleep(0)
     assert b"".join(each.args[0] for each in call.receive.call_args_list) == received + b"last"
+
+
+async def test_what_becomes_ready_during_a_read_is_written_at_its_end() -> None:
+    call = Mock(blocked=True, ended=None, going_away=False, take=Mock(side_effect=cycle((b"a", b""))))
+    writing = GrpcConnection(call)
+    transport = writing._transport = Mock(is_closing=Mock(return_value=False))
+    call.receive.side_effect = lambda _: writing.wake()
+    writing.data_received(b"one")
+    transport.write.assert_called_once_with(b"a")
+    await asyncio.sleep(0)
+    transport.write.assert_called_once()
+    writing.wake()
+    writing.data_received(b"two")
+    transport.write.assert_called_once()
+    await asyncio.sleep(0)
+    assert transport.write.call_count == 2, "that of a flush which was scheduled before"
+    writing.end(ConnectionLost("x"))
