@@ -188,9 +188,10 @@ async def written_by(case: _Case, *sent: bytes | tuple[str, Any]) -> int:
     return case.written
 
 
-async def test_the_writer_takes_all_tokens_but_one_of_each_block() -> None:
+async def test_the_writer_takes_all_tokens_after_the_first_and_reports_each_block() -> None:
     case = _Case()
-    assert await written_by(case, *[TOKEN] * 16) == 11
+    assert await written_by(case, *[TOKEN] * 16) == 15
+    assert len(case.link.reported) > 4
     assert case.body == TOKEN * 17 + b"data: [DONE]\n\n"
 
 
@@ -205,7 +206,8 @@ async def test_the_writer_takes_all_tokens_but_one_of_each_block() -> None:
     ],
 )
 async def test_whatever_is_unusual_passes_piece_by_piece(unusual: bytes | tuple[str, Any]) -> None:
-    assert await written_by(_Case(), TOKEN, TOKEN, unusual, TOKEN) == 1
+    after = int(unusual == USAGE)  # The others leave no writer for the next piece.
+    assert await written_by(_Case(), TOKEN, TOKEN, unusual, TOKEN) == 1 + after
 
 
 async def test_a_read_that_ends_within_the_size_of_a_chunk_does_not_end_with_a_chunk() -> None:
@@ -249,6 +251,6 @@ async def test_a_client_without_chunks_gets_the_events() -> None:
 
 async def test_a_client_with_a_key_sees_no_internal_field() -> None:
     case = _Case(has_key=True)
-    assert await written_by(case, TOKEN, TOKEN, INTERNAL, TOKEN, TOKEN) == 2
+    assert await written_by(case, TOKEN, TOKEN, INTERNAL, TOKEN, TOKEN) == 3
     assert case.body.count(b'"kv_transfer_params":null') == 1
     assert b"10.0.0.1" not in case.body
