@@ -1,9 +1,9 @@
-//! Reads gRPC messages from HTTP/2 frames that contain only whole messages, as nearly all of a call stream do.
+//! Reads gRPC messages from HTTP/2 frames that contain only whole messages, as nearly all do, and writes such frames.
 
-const FRAME_HEADER_BYTES: usize = 9;
-const MESSAGE_HEADER_BYTES: usize = 5;
+pub const FRAME_HEADER_BYTES: usize = 9;
+pub const MESSAGE_HEADER_BYTES: usize = 5;
 /// Size of a frame's payload that every peer accepts.
-const MAX_FRAME_BYTES: usize = 1 << 14;
+pub const MAX_FRAME_BYTES: usize = 1 << 14;
 
 /// The messages at the beginning of an input, and the frames that they take.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub fn whole_messages(input: &[u8], short_bytes: usize) -> Messages<'_> {
 }
 
 /// Returns stream and payload of the first frame if it is whole, and is data without any flag.
-fn data(input: &[u8]) -> Option<(u32, &[u8])> {
+pub fn data(input: &[u8]) -> Option<(u32, &[u8])> {
     let (header, rest) = input.split_first_chunk::<FRAME_HEADER_BYTES>()?;
     let [high, middle, low, kind, flags, number @ ..] = *header;
     let size = u32::from_be_bytes([0, high, middle, low]) as usize;
@@ -60,6 +60,23 @@ fn split<'a>(mut payload: &'a [u8], messages: &mut Vec<&'a [u8]>) -> bool {
         payload = others;
     }
     has_any && payload.is_empty()
+}
+
+/// Returns the message of a payload that has one, uncompressed, and nothing else.
+pub fn only_message(payload: &[u8]) -> Option<&[u8]> {
+    let (&[compressed, size @ ..], message) = payload.split_first_chunk::<MESSAGE_HEADER_BYTES>()?;
+    (compressed == 0 && u32::from_be_bytes(size) as usize == message.len()).then_some(message)
+}
+
+/// Adds a frame with one message, which must fit, of a stream.
+pub fn write_message(frames: &mut Vec<u8>, stream: u32, message: &[u8]) {
+    let size = message.len() as u32;
+    let [_, high, middle, low] = (size + MESSAGE_HEADER_BYTES as u32).to_be_bytes();
+    frames.extend_from_slice(&[high, middle, low, 0, 0]);
+    frames.extend_from_slice(&stream.to_be_bytes());
+    frames.push(0);
+    frames.extend_from_slice(&size.to_be_bytes());
+    frames.extend_from_slice(message);
 }
 
 #[cfg(test)]

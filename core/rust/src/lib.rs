@@ -15,6 +15,7 @@ mod json_tokens;
 mod load;
 mod nats;
 mod outputs;
+mod passed_stream;
 mod predicted;
 pub mod publisher;
 #[cfg(feature = "python")]

@@ -16,6 +16,7 @@ mod nats;
 mod observations;
 mod output_writer;
 mod outputs;
+mod passed_stream;
 mod predicted;
 mod prefix_index;
 mod sequences;
@@ -48,6 +49,7 @@ mod _native {
         observations::Observations,
         output_writer::OutputWriter,
         outputs::read_output,
+        passed_stream::{PassedStream, pass_pieces},
         predicted::PredictedIndex,
         prefix_index::{ApplySummary, MemoryBudget, PrefixIndex},
         sequences::ActiveSequences,

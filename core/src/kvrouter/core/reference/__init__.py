@@ -23,6 +23,7 @@ from kvrouter.core.reference.nats import read_nats_messages
 from kvrouter.core.reference.observations import Observations
 from kvrouter.core.reference.output_writer import OutputWriter
 from kvrouter.core.reference.outputs import read_output
+from kvrouter.core.reference.passed_stream import PassedStream, pass_pieces
 from kvrouter.core.reference.predicted_index import PredictedIndex
 from kvrouter.core.reference.prefix_index import PrefixIndex
 from kvrouter.core.reference.speeds import LatencyCalibration, MeasuredFactor
@@ -40,6 +41,7 @@ __all__ = [
     "MemoryBudget",
     "Observations",
     "OutputWriter",
+    "PassedStream",
     "PredictedIndex",
     "PrefixIndex",
     "TokenWriter",
@@ -47,6 +49,7 @@ __all__ = [
     "first_token_outside",
     "json_flaw",
     "local_hashes",
+    "pass_pieces",
     "read_calls",
     "read_messages",
     "read_nats_messages",

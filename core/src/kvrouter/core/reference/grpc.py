@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 
-_FRAME_HEADER = struct.Struct(">HBBBI")
-_MESSAGE_HEADER = struct.Struct(">BI")
-_MAX_FRAME_BYTES = 1 << 14
+FRAME_HEADER = struct.Struct(">HBBBI")
+MESSAGE_HEADER = struct.Struct(">BI")
+MAX_FRAME_BYTES = 1 << 14
 """Size of a frame's payload that every peer accepts."""
 
 
@@ -23,21 +23,30 @@ def read_messages(data: bytes, start: int, short_bytes: int) -> tuple[int, list[
     messages: list[bytes] = []
     stream = short_frames = payload_bytes = 0
     position = start
-    while len(data) - position >= _FRAME_HEADER.size:
-        high, low, kind, flags, number = _FRAME_HEADER.unpack_from(data, position)
-        size, position_of_payload = high << 8 | low, position + _FRAME_HEADER.size
-        number, payload = number & ~(1 << 31), data[position_of_payload : position_of_payload + size]
-        if kind or flags or (messages and number != stream) or size > _MAX_FRAME_BYTES or len(payload) < size:
+    while (frame := read_data(data, position)) is not None:
+        number, payload = frame
+        if messages and number != stream:
             break
         split = _split(payload)
         if not split:
             break
         stream = number
         messages += split
-        short_frames += size < short_bytes
-        payload_bytes += size
-        position = position_of_payload + size
+        short_frames += len(payload) < short_bytes
+        payload_bytes += len(payload)
+        position += FRAME_HEADER.size + len(payload)
     return stream, messages, short_frames, payload_bytes, position - start
+
+
+def read_data(data: bytes, position: int) -> tuple[int, bytes] | None:
+    """Returns stream and payload of the frame at a position if it is whole, and is data without any flag."""
+    if len(data) - position < FRAME_HEADER.size:
+        return None
+    high, low, kind, flags, number = FRAME_HEADER.unpack_from(data, position)
+    size, start = high << 8 | low, position + FRAME_HEADER.size
+    if kind or flags or size > MAX_FRAME_BYTES or start + size > len(data):
+        return None
+    return number & ~(1 << 31), data[start : start + size]
 
 
 def _split(payload: bytes) -> list[bytes]:
@@ -45,10 +54,10 @@ def _split(payload: bytes) -> list[bytes]:
     messages: list[bytes] = []
     position = 0
     while position < len(payload):
-        if len(payload) - position < _MESSAGE_HEADER.size:
+        if len(payload) - position < MESSAGE_HEADER.size:
             return []
-        compressed, size = _MESSAGE_HEADER.unpack_from(payload, position)
-        start = position + _MESSAGE_HEADER.size
+        compressed, size = MESSAGE_HEADER.unpack_from(payload, position)
+        start = position + MESSAGE_HEADER.size
         position = start + size
         if compressed or position > len(payload):
             return []
