@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, HttpHeaders
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.runtime.tracing.configuration import TracingMetrics
 from kvrouter.runtime.tracing.recording import recording
@@ -65,6 +66,31 @@ async def test_cached_tokens_that_an_engine_reports_are_counted(
     assert reported(registry) == 48
     assert registry.get_sample_value("kvrouter_frontend_prompt_tokens_total", {"model": MODEL}) == 100
     assert registry.get_sample_value("kvrouter_frontend_predicted_cached_tokens_total", {"model": MODEL}) == 0
+
+
+async def test_the_tokens_of_a_stream_take_blocks_and_its_end_frees_them(gateway: Gateway) -> None:
+    await gateway.add_engine(1)
+
+    async def blocks() -> int:
+        return (await gateway.system.loads())[1].potential_decode_blocks
+
+    idle, stream = await blocks(), gateway.stream()
+    await stream.routed(STREAM)
+    assert await stream.respond(EVENT) == EVENT
+    booked = await blocks()
+    for _ in range(40):  # Its prompt of 100 tokens leaves room for 12 in the seventh block.
+        await stream.send(response_body=HttpBody(body=EVENT))
+        answer = (await stream.receive()).response_body.response.body_mutation.streamed_response
+        assert (answer.body, answer.end_of_stream) == (EVENT, False)
+    async with asyncio.timeout(10):  # They are reported with the next call, a heartbeat at the latest.
+        while await blocks() != booked + 2:
+            await asyncio.sleep(0.05)
+    await stream.send(response_body=HttpBody(body=USAGE, end_of_stream=True))
+    answer = (await stream.receive()).response_body.response.body_mutation.streamed_response
+    assert (answer.body, answer.end_of_stream) == (USAGE, True)
+    await gateway.until_booked(0)
+    assert await blocks() == idle
+    assert reported(gateway.system.runtime.registry) == 48
 
 
 async def test_a_frontend_without_room_refuses_with_429_until_a_request_ends(

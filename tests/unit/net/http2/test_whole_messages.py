@@ -69,17 +69,6 @@ def _reading_server(_received: list[bytes]) -> Http2Side:
     return _server(lambda _call: None)
 
 
-def _answering_server(received: list[bytes]) -> Http2Side:
-    def answer(message: bytes) -> bytes | None:
-        received.append(message)
-        return None if message == b"x" else message
-
-    def begin(call: ReceivedCall) -> None:
-        call._respond = answer
-
-    return _server(begin)
-
-
 def _server(begin: Callable[[ReceivedCall], None]) -> Http2Side:
     calls = ReceivedCalls(Received(), begin)
     blocks = [headers((":path", "/a.B/C"), flags=END_HEADERS, stream=stream) for stream in (1, 3)]
@@ -101,7 +90,7 @@ def _effects(side: Any, received: list[bytes], chunks: Sequence[bytes]) -> tuple
     return received, violation, side.flood._left, side._consumed, side._unread, calls, side.take()
 
 
-@pytest.mark.parametrize("make", [_client, _starting_server, _reading_server, _answering_server])
+@pytest.mark.parametrize("make", [_client, _starting_server, _reading_server])
 @given(st.lists(_FRAMES, max_size=12), st.lists(st.integers(1, 3_000), min_size=1, max_size=4))
 async def test_whole_messages_have_the_effects_of_their_frames(
     make: Callable[[list[bytes]], Http2Side], frames: list[bytes], sizes: list[int]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Never
 import grpc
 import grpc.aio
 import hpack
+from kvrouter.core import PassedStream
 from kvrouter.net.http2.compression import COMPRESSIONS, NOT_DECOMPRESSED, decompressed
 from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, LEAST_MAX_FRAME_BYTES, Kind, frame, window_update
 from kvrouter.net.http2.metadata import AnyMetadata, encoded_status, metadata_of
@@ -30,7 +31,7 @@ MAX_RECEIVED_BYTES: Final = 256 << 20
 """Bytes of messages a server holds until their handlers read them. Beyond it, a call that receives more fails."""
 _ITEMS_OF_FIRST_MESSAGE: Final = 256
 """Flood items that the first message of a call restores: about those of its headers, window updates and end."""
-_ITEMS_OF_MESSAGE: Final = 4
+ITEMS_OF_MESSAGE: Final = 4
 """The same of further messages: each may have a read, a frame and two window updates of its own."""
 _BEGINNING: Final = hpack.Encoder().encode(
     [
@@ -46,6 +47,10 @@ _TIMEOUT: Final = re.compile(rb"(\d{1,8})([HMSmun])")
 _UNIT_SECONDS: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 
 
+def _ignore() -> None:
+    pass
+
+
 class Received:
     """Counts the bytes of unread messages on all connections of a server."""
 
@@ -58,6 +63,7 @@ class ReceivedCall:
 
     __slots__ = (
         "_code",
+        "_count_pieces",
         "_counted",
         "_deadline",
         "_details",
@@ -71,8 +77,8 @@ class ReceivedCall:
         "_on_half_closed",
         "_on_message",
         "_reader",
-        "_respond",
         "_room",
+        "_stream",
         "_timer",
         "_trailing",
         "_unallowed",
@@ -123,7 +129,9 @@ class ReceivedCall:
         """Bytes received, or added to the window, since the client was last allowed more."""
         self._counted = 0
         """Its part of ``connection.received``: messages that are not read, and the one that has begun."""
-        self._respond: Callable[[bytes], bytes | None] | None = None
+        self._stream: PassedStream | None = None
+        """Answers pieces in the place of the handler."""
+        self._count_pieces: Callable[[], None] = _ignore
         self._on_message: Callable[[bytes], None] | None = None
         self._on_half_closed: Callable[[], None] = _ignore
         self._next_message: Callable[[], bytes | None] = _nothing
@@ -152,10 +160,12 @@ class ReceivedCall:
                 return grpc.aio.EOF
             self._waiter = self.connection.loop.create_future()
             self._allow()
+            self._pass_pieces()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+                self.settle()
         message = self._messages.popleft()
         self._count(-len(message) - MESSAGE_BYTES)
         self._allow()
@@ -163,56 +173,35 @@ class ReceivedCall:
             message = await self._decompressed(message)
         return message if self.parse is None else self.parse(message)
 
-    async def answer(self, respond: Callable[[bytes], bytes | None]) -> None:
-        """Answers further messages in the step that reads them, until one must be read; returns then, and at their end.
-
-        Before it returns, it waits until the connection has room for the answers.
+    def answer_pieces(self, stream: PassedStream | None, count: Callable[[], None] = _ignore) -> None:
+        """Answers the pieces of a stream in the step that reads them, while ``read`` waits for other messages.
 
         Args:
-            respond: Takes a message and returns its answer, both as the bytes that are sent; returns None if the
-                message must be read. It must not block. What it raises is raised here.
+            stream: Answers them; None to read all further messages.
+            count: Called when it is due, to take what it has taken. It must not block, and raise nothing.
         """
-        assert self._waiter is None, "one task reads a call"  # noqa: S101
-        self._respond, self._waiter = respond, self.connection.loop.create_future()
-        try:
-            self._answer_queued()
-            if self._half_closed:
-                self._end_answering()
-            await self._waiter
-        finally:
-            self._respond = self._waiter = None
-        await self._wait_for_room()
+        self.settle()
+        self._stream, self._count_pieces = stream, count
 
-    def _answer_queued(self) -> None:
-        """Answers the messages that wait, while there is room for answers."""
-        while self._messages and not self.unsent and self._answered(self._messages[0]):
-            self._count(-len(self._messages.popleft()) - MESSAGE_BYTES)
-        if not self._messages:
-            self._allow()
+    def settle(self) -> None:
+        """Counts the bytes of the answered pieces, and leaves further ones to ``read``."""
+        stream = self.connection.streams.pop(self.number, None)
+        if stream is not None:
+            received, sent = stream.moved()
+            self._unallowed += received
+            self.window -= sent
 
-    def _answered(self, message: bytes) -> bool:
-        """Answers a message. Returns False if it must be read."""
-        if self._respond is None:
-            return False
-        try:
-            answer = None if isinstance(message, Compressed) else self._respond(message)
-        except Exception as error:
-            self._end_answering(error)
-            return True
-        if answer is None:
-            self._end_answering()
-            return False
-        self._send(answer)
-        return True
+    def go_on(self) -> None:
+        """Takes what its stream, which is due, has taken, and answers further pieces."""
+        self.settle()
+        self._count_pieces()
+        self._allow()
+        self._pass_pieces()
 
-    def _end_answering(self, error: Exception | None = None) -> None:
-        self._respond = None
-        if self._waiter is None or self._waiter.done():
-            return
-        if error is None:
-            self._waiter.set_result(None)
-        else:
-            self._waiter.set_exception(error)
+    def _pass_pieces(self) -> None:
+        if self._stream is not None and not (self.unsent or self._reader.begun or self.is_over):
+            self._stream.begin(self._window_bytes // 2 - self._unallowed, self.window)
+            self.connection.streams[self.number] = self._stream
 
     def limit(self, max_message_bytes: int) -> None:
         """Limits the size of further messages."""
@@ -296,25 +285,18 @@ class ReceivedCall:
         encoded = message if self.serialize is None else self.serialize(message)
         if self.is_over:
             return
-        self._send(encoded)
-        await self._wait_for_room()
-
-    async def _wait_for_room(self) -> None:
-        while self.unsent and not self.is_over:
-            self._room = self.connection.loop.create_future()
-            try:
-                await self._room
-            finally:
-                self._room = None
-
-    def _send(self, encoded: bytes) -> None:
-        """Adds a message to the connection's next write, as far as there is room."""
         # What a cancelled write has left goes first.
         self.unsent = b"".join((self.unsent, prefix(len(encoded)), encoded))
         if not self._has_begun:
             self._begin()
         self.connection.send(self)
         self.connection.wake()
+        while self.unsent and not self.is_over:
+            self._room = self.connection.loop.create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: AnyMetadata = ()) -> Never:
         """Ends the handler, and the call with a status."""
@@ -363,6 +345,8 @@ class ReceivedCall:
         Raises:
             Http2Violation: it is more than the client may send.
         """
+        if self._stream is not None:
+            self.settle()
         if self._half_closed or self._unallowed + length > self._window_bytes:
             raise Http2Violation("received data after the end of a call, or more than its window")
         self._unallowed += length
@@ -393,11 +377,6 @@ class ReceivedCall:
             self._allow()
             if ends:
                 self._on_half_closed()
-        elif self._respond is not None:
-            if ends:
-                self._end_answering()
-            elif not self._messages:
-                self._allow()
         elif self._waiter is not None:
             if (self._messages or ends) and not self._waiter.done():
                 self._waiter.set_result(None)
@@ -410,6 +389,8 @@ class ReceivedCall:
         Returns:
             The flood items that they restore; None if ``take`` must take the data.
         """
+        if self._stream is not None:
+            self.settle()
         reader = self._reader
         if (
             self._half_closed
@@ -443,6 +424,7 @@ class ReceivedCall:
     def closed(self) -> None:
         """Forgets the unread messages."""
         self.is_over = True
+        self.settle()
         if self._timer is not None:
             self._timer.cancel()
         self._count(-self._counted)
@@ -455,20 +437,16 @@ class ReceivedCall:
         """Wakes the writer: nothing is unsent any more."""
         if self._on_message is not None:
             self.wake()
-        if self._respond is not None:
-            self._answer_queued()
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
     def _queue(self, message: bytes) -> None:
         if self.is_over:
             return
-        self.restored += _ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items
+        self.restored += ITEMS_OF_MESSAGE if self._has_message else _ITEMS_OF_FIRST_MESSAGE + self._header_items
         self._has_message = True
         if self._on_message is not None:
             self._deliver(message, self._on_message)
-            return
-        if not (self._messages or self.unsent) and self._answered(message):
             return
         self._messages.append(message)
         self._count(len(message) + MESSAGE_BYTES)
@@ -488,10 +466,6 @@ class ReceivedCall:
 
 
 def _drop(_message: bytes) -> None:
-    pass
-
-
-def _ignore() -> None:
     pass
 
 

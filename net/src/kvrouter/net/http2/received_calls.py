@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from kvrouter.core import pass_pieces
 from kvrouter.net.http2.frames import (
     END_STREAM,
     HEADER_BYTES,
@@ -20,9 +21,11 @@ from kvrouter.net.http2.frames import (
     window_update,
 )
 from kvrouter.net.http2.options import CONNECTION_CALLS
-from kvrouter.net.http2.received_call import WINDOW_BYTES, Received, ReceivedCall
+from kvrouter.net.http2.received_call import ITEMS_OF_MESSAGE, WINDOW_BYTES, Received, ReceivedCall
 from kvrouter.net.http2.side import (
     CONNECTION_WINDOW_BYTES,
+    ITEMS_OF_SENT_FRAME,
+    LEAST_USEFUL_BYTES,
     MAX_HEADER_BYTES,
     Http2Side,
     Http2Violation,
@@ -158,6 +161,20 @@ class ReceivedCalls(Http2Side):
         call = self.calls.get(stream)
         return None if call is None else call.take_messages(messages, length)
 
+    def _pass_pieces(self, buffer: bytes, position: int) -> tuple[int, int]:
+        most = min(self._connection_window, _MAX_UNWRITTEN_BYTES - self._unwritten)
+        answers, due, short_frames, pieces, payload_bytes, size = pass_pieces(
+            buffer, position, LEAST_USEFUL_BYTES, most, self.streams
+        )
+        if pieces:
+            self._connection_window -= len(answers) - pieces * HEADER_BYTES
+            self._consumed += payload_bytes
+            self.flood.earn(ITEMS_OF_SENT_FRAME * pieces)
+            self.append(answers)
+        if due is not None:
+            self.calls[due].go_on()
+        return size, short_frames - ITEMS_OF_MESSAGE * pieces
+
     def _check_opening(self, stream: int) -> None:
         if not stream & 1 or (stream <= self._last and stream not in self.calls):
             raise Http2Violation(f"received headers on stream {stream}, which cannot be opened")
@@ -185,6 +202,7 @@ class ReceivedCalls(Http2Side):
 
     def _widen(self, more: int) -> None:
         for call in self.calls.values():
+            call.settle()  # The window may become narrower.
             call.window = widened(call.window, more)
 
     def _take_reset(self, stream: int, code: int) -> None:  # noqa: ARG002 - whatever the reason

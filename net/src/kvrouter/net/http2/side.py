@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 import hpack
-from kvrouter.core import read_messages
+from kvrouter.core import PassedStream, read_messages
 from kvrouter.net.budgets import FloodBudget
 from kvrouter.net.http2.frames import (
     ACK,
@@ -46,7 +46,7 @@ _MAX_REPLY_BYTES: Final = 64 << 10
 _FLOOD_ITEMS: Final = 1_000
 _FLOOD_SECONDS: Final = 10.0
 """Frames without a message a peer may send in this time. They take some 20 ms of a core to read."""
-_ITEMS_OF_SENT_FRAME: Final = 4
+ITEMS_OF_SENT_FRAME: Final = 4
 """Flood items that sent data restore, for the answers of a peer: window updates of stream and connection, a measuring
 ping, settings."""
 _HEADER_ITEM_BYTES: Final = 16
@@ -174,6 +174,8 @@ class Http2Side(ABC):
         self._connection_window = INITIAL_WINDOW_BYTES
         self._consumed = 0
         """Bytes read since the peer was last allowed more on the connection."""
+        self.streams: dict[int, PassedStream] = {}
+        """What answers the pieces of streams before their calls, by number."""
         self._replies: list[bytes | memoryview] = []
         """Frames to write."""
         self._answer_bytes = 0
@@ -198,6 +200,13 @@ class Http2Side(ABC):
         parsed = 0  # End of the messages that a native call has parsed, but the call could not take.
         while end - position >= HEADER_BYTES and not self.is_over:
             if position >= parsed and buffer[position + KIND_AT] == DATA and self._headers is None:
+                if self.streams:
+                    size, items = self._pass_pieces(buffer, position)
+                    if size:
+                        if not self.flood.spend(items + fruitless):
+                            raise Flood
+                        position, fruitless = position + size, 0
+                        continue
                 stream, messages, short_frames, payload_bytes, size = read_messages(
                     buffer, position, LEAST_USEFUL_BYTES
                 )
@@ -257,7 +266,7 @@ class Http2Side(ABC):
             flags = last_flags if start + size == len(data) else 0
             self._replies += (frame_header(size, DATA, flags, stream), data[start : start + size])
             self._connection_window -= size
-            self.flood.earn(_ITEMS_OF_SENT_FRAME)
+            self.flood.earn(ITEMS_OF_SENT_FRAME)
             start += size
         return start
 
@@ -280,6 +289,10 @@ class Http2Side(ABC):
         Returns:
             The flood items that they restore; None if they were not taken, so ``_take_data`` must take the data.
         """
+
+    @abstractmethod
+    def _pass_pieces(self, buffer: bytes, position: int) -> tuple[int, int]:
+        """Answers pieces of ``streams`` from a position on. Returns the size of their frames and their flood items."""
 
     @abstractmethod
     def _check_opening(self, stream: int) -> None:

@@ -180,9 +180,12 @@ TRANSFER_RESULTS: Final = (
     *("bootstrap_room", "cache_salt", "extra_key"),
 )
 """Fields an engine may return, and a client must not see."""
-_QUOTED = re.compile(
-    "|".join((*TRANSFER_RESULTS, "remote_host", "remote_block_ids", "remote_engine_id", "ctx_request_id")).encode()
+NEVER_QUOTED: Final = tuple(
+    name.encode()
+    for name in (*TRANSFER_RESULTS, "remote_host", "remote_block_ids", "remote_engine_id", "ctx_request_id")
 )
+"""Names of fields that a response must not quote to a client."""
+_QUOTED = re.compile(b"|".join(NEVER_QUOTED))
 
 
 _WITHHELD = "the engine's message is in its own log, since it quotes fields that the client did not send"

@@ -61,7 +61,7 @@ def data_of(event: bytes) -> bytes:
 def count_tokens(piece: bytes) -> int:
     """Returns the number of tokens for which a piece of a stream stands: one for each event, at least one.
 
-    ``ChunkWriter`` of the core counts the same events.
+    ``ChunkWriter`` and ``PassedStream`` of the core count the same events.
     """
     return piece.count(_DATA) or 1
 
@@ -256,12 +256,16 @@ class EngineResponse:
         Raises:
             DependencyAway: an event or value is too long to be filtered.
         """
-        self._kept += piece
+        self.passed(piece)
+        return piece if self._transfers is None else self._transfers.take(piece, ends=ends)
+
+    def passed(self, pieces: bytes) -> None:
+        """Takes pieces that have been passed on."""
+        self._kept += pieces
         if len(self._kept) > _END_BYTES and self.is_stream:
             del self._kept[:-_END_BYTES]
         elif len(self._kept) > _MAX_BODY_BYTES:
             del self._kept[_MAX_BODY_BYTES:]
-        return piece if self._transfers is None else self._transfers.take(piece, ends=ends)
 
     @property
     def is_holding(self) -> bool:

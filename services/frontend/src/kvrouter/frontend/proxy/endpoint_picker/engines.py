@@ -26,7 +26,6 @@ import aiohttp
 import structlog
 from kvrouter.engines.openai_server import is_alive
 from kvrouter.frontend.metrics import ModelMetrics
-from kvrouter.frontend.proxy.engine_response import count_tokens
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
 from kvrouter.frontend.workers.failures import WorkerFailure
@@ -234,14 +233,14 @@ class Pick:
     """Number of output tokens so far, as far as it can be seen: one for each event, and one for other responses."""
     has_ended: bool = False
 
-    def responded(self, piece: bytes, *, is_stream: bool) -> None:
-        """Accounts for a piece of the response: the first one ends the prefill, each event of a stream is a token."""
-        if self.has_ended or not piece:
+    def responded(self, tokens: int, *, is_stream: bool) -> None:
+        """Accounts for further output tokens: the first ones end the prefill."""
+        if self.has_ended:
             return
         if not self.output_tokens:
             self.link.prefill_complete(self.booking)
             self.engine.responded()
-        self.output_tokens += count_tokens(piece) if is_stream else 1
+        self.output_tokens += tokens
         if is_stream:
             self.link.report_output(self.booking, self.output_tokens)
 

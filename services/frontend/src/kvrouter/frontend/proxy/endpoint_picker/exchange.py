@@ -16,6 +16,8 @@ from typing import Any
 import grpc
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
+from kvrouter.core import PassedStream
+from kvrouter.engines.fields import NEVER_QUOTED
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
 from kvrouter.frontend.edge.frame import KV_SOURCE_HEADER
 from kvrouter.frontend.proxy.endpoint_picker import responses
@@ -23,7 +25,7 @@ from kvrouter.frontend.proxy.endpoint_picker.engines import Pick
 from kvrouter.frontend.proxy.endpoint_picker.gateway_request import GatewayRequest
 from kvrouter.frontend.proxy.endpoint_picker.picker import Picker
 from kvrouter.frontend.proxy.endpoint_picker.responses import code_details, header_list, served_endpoint
-from kvrouter.frontend.proxy.engine_response import EngineResponse
+from kvrouter.frontend.proxy.engine_response import EngineResponse, count_tokens
 from kvrouter.net.http2 import ReceivedCall
 from kvrouter.v1.errors import BadRequest, DependencyAway, KvRouterError
 from kvrouter.v1.frontend_pb2 import RoutedOn
@@ -78,8 +80,8 @@ class Exchange:
         self._freed = False
         self._response = EngineResponse(is_stream=False)
         self._has_begun_response = False
-        self._response_goes_on = False
-        """Whether the response's headers have passed, and it is not refused."""
+        self._stream: PassedStream | None = None
+        """Answers most pieces of a stream; None for another response."""
         self._full_duplex_response = False
         self._keeps_body = False
         self._reading: asyncio.Task[Any] | None = None
@@ -103,9 +105,6 @@ class Exchange:
                 if kind == _HEADERS:
                     self._begun = True
                     began(self._request.has_caller)
-                # Each token is a piece of the response. A piece that came during the choice is read first.
-                if self._response_goes_on and self._reading is None:
-                    await self._context.answer(self._answer_piece)
         except _GatewayLeft:
             self._metrics.requests.labels(code="CANCELLED").inc()
         finally:
@@ -235,7 +234,7 @@ class Exchange:
         return added, sorted(self._request.removed_headers() - added.keys())
 
     async def _refuse(self, error: KvRouterError) -> None:
-        self._refused, self._response_goes_on = True, False
+        self._refused = True
         self._free()
         self._metrics.requests.labels(code=error.code.name).inc()
         await self._context.write(responses.refusal(error, self._request.id or uuid.uuid4().hex))
@@ -264,20 +263,34 @@ class Exchange:
                 added[KV_SOURCE_HEADER] = source
         removed = ("content-length",) if hides_internal else ()
         await self._context.write(responses.response_headers(added, removed))
-        self._response_goes_on = True
         if message.response_headers.end_of_stream:
             self._end()
+        elif is_stream and self._request.pick is not None:
+            hidden = NEVER_QUOTED if hides_internal else ()
+            self._stream = PassedStream(sends_back=self._full_duplex_response, hidden=hidden)
+            self._context.answer_pieces(self._stream, self._count_passed)
 
-    def _answer_piece(self, encoded: bytes) -> bytes | None:
-        """Returns the answer to a message with a piece of the response; None for any other message."""
-        message = ProcessingRequest.FromString(encoded)
-        return responses.encode(self._pass_on(message.response_body)) if "response_body" in message else None
+    def _count_passed(self) -> None:
+        """Accounts for the pieces that have been answered without being read here."""
+        stream, pick = self._stream, self._request.pick
+        if stream is None or pick is None:
+            return
+        tokens, passed = stream.taken()
+        self._response.passed(passed)
+        if tokens:
+            pick.responded(tokens, is_stream=True)
+        stream.limit = pick.booking.room - pick.output_tokens
 
     def _pass_on(self, piece: HttpBody) -> ProcessingResponse:
-        body, ends, response, pick = piece.body, piece.end_of_stream, self._response, self._request.pick
+        self._count_passed()
+        body, ends, response = piece.body, piece.end_of_stream, self._response
         passed = response.take(body, ends=ends)
-        if pick is not None:
-            pick.responded(body, is_stream=response.is_stream)
+        if body and self._request.pick is not None:
+            tokens = count_tokens(body) if response.is_stream else 1
+            self._request.pick.responded(tokens, is_stream=response.is_stream)
+        if self._stream is not None:
+            self._stream.is_held = response.is_holding
+            self._count_passed()
         if ends:
             self._end()
         return responses.response_body(
@@ -295,4 +308,5 @@ class Exchange:
     def _free(self) -> None:
         if not self._freed:
             self._freed = True
+            self._count_passed()
             self._request.end(self._response.usage(), is_stream=self._response.is_stream)

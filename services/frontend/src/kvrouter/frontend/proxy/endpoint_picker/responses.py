@@ -128,8 +128,7 @@ def response_headers(headers: Mapping[str, str], removed_headers: Iterable[str] 
 
 
 _UNCHANGED = pb.ProcessingResponse(response_body=pb.BodyResponse(response=pb.CommonResponse()))
-"""Passes a piece of the response on as it is. It is made and encoded once, since a token may be a piece."""
-_UNCHANGED_ENCODED: bytes = _UNCHANGED.SerializeToString()
+"""Passes a piece of the response on as it is."""
 
 
 def response_body(piece: bytes, *, is_changed: bool, end_of_stream: bool, full_duplex: bool) -> pb.ProcessingResponse:
@@ -142,11 +141,6 @@ def response_body(piece: bytes, *, is_changed: bool, end_of_stream: bool, full_d
     else:
         answer.response_body.response.body_mutation.body = piece
     return answer
-
-
-def encode(answer: pb.ProcessingResponse) -> bytes:
-    """Returns the encoding of an answer."""
-    return _UNCHANGED_ENCODED if answer is _UNCHANGED else answer.SerializeToString()
 
 
 def response_trailers() -> pb.ProcessingResponse:
