@@ -90,13 +90,6 @@ async def test_pieces_of_an_early_response_keep_their_order(
         return message.SerializeToString()
 
     call.parse, call.serialize = ProcessingRequest.FromString, serialized
-    encode = exchange.responses.encode
-
-    def encoded(message: ProcessingResponse) -> bytes:
-        answered.append(message.response_body.response.body_mutation.streamed_response.body)
-        return encode(message)
-
-    monkeypatch.setattr(exchange.responses, "encode", encoded)
     picker: Any = SimpleNamespace(settings=SimpleNamespace(request_timeout_seconds=5.0))
     running = asyncio.create_task(exchange.Exchange(call, picker, MagicMock()).run(lambda _has_caller: None))
     for sent in (

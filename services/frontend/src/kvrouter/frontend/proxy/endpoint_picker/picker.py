@@ -28,7 +28,7 @@ from kvrouter.frontend.workers.poison_prompts import RequestDeaths
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.runtime.requests import check_prompt_length, longest_prompt
-from kvrouter.v1.common_pb2 import BookingKey, RoutingRequest, Stage
+from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.errors import KvRouterError, NoWorkers
 from kvrouter.v1.frontend_pb2 import RoutedOn
 from kvrouter.v1.names import ComponentName
@@ -36,6 +36,8 @@ from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 
 log = structlog.get_logger(component="endpoint-picker")
 
+# Reading one from its enum takes over a microsecond.
+_WHOLE, _ON_LOAD = Stage.STAGE_WHOLE, RoutedOn.ROUTED_ON_LOAD
 _FALLBACKS = 2
 """Further endpoints named with each pick, for gateways that retry."""
 
@@ -60,8 +62,8 @@ class _Offer(NamedTuple):
     view: ComponentView
     endpoints: Mapping[int, str]
     """Addresses of the OpenAI APIs of its workers the gateway allows, host:port."""
-    routing: RoutingRequest
-    """The request as the pool's Scheduler receives it."""
+    selection: SelectWorkerRequest
+    """The call of the pool's Scheduler."""
     hashes: bytes
     """Hashes of its prompt in the pool's blocks."""
 
@@ -86,11 +88,15 @@ class _Offer(NamedTuple):
         request = generate_request(body, "")
         request.use_adapter(view.model, lora_name)
         hashes = hash_prompt(body.token_ids, request, view.block_size)
-        routing = RoutingRequest()
+        selection = SelectWorkerRequest()
+        routing = selection.request  # Set in place: a message that is passed to a constructor is encoded and decoded.
         set_routing(routing, request, view, hashes, body.prompt_tokens, is_estimated=body.is_estimated)
-        routing.constraints.allowed_worker_ids.extend(() if len(endpoints) == len(view.workers) else endpoints)
-        routing.constraints.avoided_workers.extend(health.avoided(view.name))
-        return cls(view, endpoints, routing, hashes)
+        # A request with empty constraints costs the Scheduler as much as a constrained one.
+        if len(endpoints) != len(view.workers):
+            routing.constraints.allowed_worker_ids.extend(endpoints)
+        if avoided := health.avoided(view.name):
+            routing.constraints.avoided_workers.extend(avoided)
+        return cls(view, endpoints, selection, hashes)
 
     def takes(self, body: RoutedBody) -> bool:
         """Returns whether the pool's workers take prompts of that length."""
@@ -221,7 +227,7 @@ class Picker:
         able = [offer for offer in offers if offer.endpoints] or [offers[0]]
         able = [offer for offer in able if offer.takes(body)] or [able[0]]
         if len(able) > 1:
-            routing = {offer.view.name: offer.routing for offer in able}
+            routing = {offer.view.name: offer.selection.request for offer in able}
             order = await self._choice.cheapest_first(
                 [offer.view for offer in able], lambda view: routing[view.name], deadline
             )
@@ -233,11 +239,11 @@ class Picker:
     async def _book(
         self, offer: _Offer, body: RoutedBody, deaths: RequestDeaths, request_id: str, deadline: Deadline
     ) -> Pick:
-        view, endpoints, routing, hashes = offer.view, offer.endpoints, offer.routing, offer.hashes
+        view, endpoints, select, hashes = offer.view, offer.endpoints, offer.selection, offer.hashes
         link = self._links.link(view.name, hashes, body.conversation_id)
         # A client may reuse its request id, but the key of a freed booking cannot be booked again.
-        key = BookingKey(request_id=f"{request_id}~{secrets.token_hex(4)}", stage=Stage.STAGE_WHOLE)
-        select = SelectWorkerRequest(request=routing, arrived_unix_ns=time.time_ns())
+        key = BookingKey(request_id=f"{request_id}~{secrets.token_hex(4)}", stage=_WHOLE)
+        select.arrived_unix_ns = time.time_ns()
         selection, booking = await link.book(key, select, hashes, deadline=deadline)
         chosen = booking.rank.worker_id
         fallbacks = self._fallbacks(view.name, endpoints, chosen)
@@ -254,7 +260,7 @@ class Picker:
             EngineWatch(view.workers[chosen], self._health, deaths, self._session),
             self._metrics.of(view.model),
             selection.overlap_blocks,
-            RoutedOn.ROUTED_ON_LOAD if selection.load_only else body.routed_on(view),
+            _ON_LOAD if selection.load_only else body.routed_on(view),
         )
 
     def any_endpoints(self, allowed: Collection[str] | None) -> tuple[list[str], dict[str, str]]:
