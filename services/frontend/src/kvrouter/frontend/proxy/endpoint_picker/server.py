@@ -55,6 +55,7 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
         self._idle.set()
         self.running = 0
         """Number of requests in progress."""
+        metrics.running.set_function(lambda: self.running)
 
     async def wait_idle(self) -> None:
         """Returns when no request is in progress."""
@@ -67,12 +68,11 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
         self.running += 1
         self._idle.clear()
         try:
-            with self._metrics.running.track_inprogress():
-                if not await self._exchange(context):
-                    self._conduct.without_credential(context)
-                    await context.abort(
-                        grpc.StatusCode.DEADLINE_EXCEEDED, "no request of a caller came in time, or others came"
-                    )
+            if not await self._exchange(context):
+                self._conduct.without_credential(context)
+                await context.abort(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, "no request of a caller came in time, or others came"
+                )
         except KvRouterError as error:
             self._conduct.without_credential(context)
             log.warning("gateway.refused", cause=error.message)
