@@ -121,7 +121,8 @@ class FairBound:
             requests: 0 if more is added for a request that has an amount already.
             is_forced: Whether it is added even if there is no room.
         """
-        if self.most and self.used and not (is_forced or self._has_room(tenant, weight, amount)):
+        is_free = self.used + amount <= self.most * FREE
+        if not (is_free or is_forced) and self.most and self.used and not self._has_room(tenant, weight, amount):
             self._wanting[tenant] = weight, self._clock() + WANTING_S
             return False
         if self._wanting:
@@ -147,11 +148,9 @@ class FairBound:
                 self.used = 0.0  # Sums of fractions leave a rest.
 
     def _has_room(self, tenant: str, weight: float, amount: float) -> bool:
-        after = self.used + amount
-        if after > self.most:
+        """Returns whether there is room for an amount beyond FREE of the bound."""
+        if self.used + amount > self.most:
             return False
-        if after <= self.most * FREE:
-            return True
         now = self._clock()
         for name in [name for name, (_, until) in self._wanting.items() if until < now]:
             del self._wanting[name]

@@ -63,7 +63,7 @@ class BodyRooms:
             return False
         if holder and not is_oldest and self._has_its_part(holder, amount):
             return False
-        requests = int(not room.size)
+        requests = 0 if room.size else 1
         if not self._bound.try_add(holder, room.weight, amount, requests=requests, is_forced=is_oldest):
             return False
         if holder:
@@ -98,7 +98,7 @@ class BodyRooms:
         room.size -= amount
         if not room.size:
             self._reading.pop(room, None)
-        self._bound.remove(room.holder, amount, requests=int(not room.size))
+        self._bound.remove(room.holder, amount, requests=0 if room.size else 1)
         if room.holder:
             self._note(room.holder, -amount)
         if self._waiting:
