@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -30,11 +31,13 @@ class Connection(asyncio.Transport):
         return self.closing
 
 
-def opened(version: Any, writer: StepWriter | None = None) -> tuple[EventStream, Connection, SimpleNamespace]:
+def opened(
+    version: Any, writer: StepWriter | None = None, headers: Mapping[str, str] = MappingProxyType({})
+) -> tuple[EventStream, Connection, SimpleNamespace]:
     connection = Connection()
     protocol = SimpleNamespace(writing_paused=False, transport=connection)
     request = SimpleNamespace(version=version, keep_alive=True, protocol=protocol)
-    return EventStream(cast(web.Request, request), writer or StepWriter()), connection, protocol
+    return EventStream(cast(web.Request, request), writer or StepWriter(), headers=headers), connection, protocol
 
 
 def take(writer: TokenWriter, token: int) -> bool:
@@ -103,6 +106,18 @@ async def test_a_response_is_written_before_its_handler_returns() -> None:
     stream.end()
     assert connection.writes == 1
     assert connection.written.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+async def test_a_response_with_a_length_is_written_at_once() -> None:
+    writer = StepWriter()
+    stream, connection, _ = opened(HttpVersion11, writer, {"Content-Length": "2", "x-odd": "\udcff"})
+    stream.write_bytes(b"{}")
+    stream.end()
+    assert not writer.pending
+    head, _, body = connection.written.partition(b"\r\n\r\n")
+    assert (connection.writes, body, stream.keep_alive) == (1, b"{}", True)
+    assert b"\r\nContent-Length: 2\r\nx-odd: \xef\xbf\xbd\r\n" in head
+    assert b"chunked" not in head
 
 
 async def test_a_client_that_has_left_does_not_stop_the_writes_of_others() -> None:

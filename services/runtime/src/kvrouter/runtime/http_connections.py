@@ -1,6 +1,7 @@
-"""Answers unreadable requests, such as too large headers, in JSON like other errors.
+"""aiohttp's handler of a connection, with responses that are written elsewhere, and turns of strangers.
 
-The body has the format of the OpenAI API, whose clients show its message.
+It answers unreadable requests, such as too large headers, in JSON like other errors. The body has the format of the
+OpenAI API, whose clients show its message.
 """
 
 from __future__ import annotations
@@ -12,10 +13,29 @@ from http import HTTPStatus
 from typing import Protocol
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.web_protocol import RequestHandler
 from kvrouter.net.budgets import TokenBucket
 
 _MAX_TEXT = 256
+
+
+class WrittenResponse(web.StreamResponse):
+    """A response that its handler writes. aiohttp finds nothing left to write."""
+
+    _keeps_connection: bool
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection can serve another request."""
+        return self._keeps_connection
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:  # noqa: ARG002
+        """Does nothing: the response is written already."""
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Does nothing: the response is written already."""
 
 
 class JsonRequestHandler(RequestHandler):
@@ -35,6 +55,14 @@ class JsonRequestHandler(RequestHandler):
         """
         if self._reading_paused or self._messages:
             super().resume_reading(*arguments, **options)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Returns the response, and whether the client has left before all of it was written."""
+        if isinstance(resp, WrittenResponse) and "Upgrade" not in request.headers:
+            return resp, False
+        return await super().finish_response(request, resp, start_time)
 
     def handle_error(
         self,

@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion11, web
-from aiohttp.abc import AbstractStreamWriter
 from kvrouter.core import ChunkWriter, TokenWriter
 from kvrouter.net.calls.limits import MAX_UNREAD_BYTES
+from kvrouter.runtime.http_connections import WrittenResponse
 from kvrouter.v1.errors import TooLarge
 
 STREAM_TYPE = "text/event-stream"
@@ -76,24 +76,6 @@ class StepWriter:
                 transport.write(b"".join(data))
 
 
-class WrittenResponse(web.StreamResponse):
-    """A response that is written here. aiohttp finds nothing left to write."""
-
-    _keeps_connection: bool
-
-    @property
-    def keep_alive(self) -> bool:
-        """Whether the connection can serve another request."""
-        return self._keeps_connection
-
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:  # noqa: ARG002
-        """Does nothing: the response is written already."""
-        return None
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        """Does nothing: the response is written already."""
-
-
 class JsonResponse(WrittenResponse):
     """A whole response of JSON. aiohttp takes three times as long to write one."""
 
@@ -114,8 +96,8 @@ class JsonResponse(WrittenResponse):
         transport = request.protocol.transport
         if transport is not None and not transport.is_closing():  # Otherwise aiohttp cancels the handler.
             named = {**headers, "Content-Type": _JSON_TYPE, "Content-Length": str(len(body))}
-            is_new = request.version >= HttpVersion11
-            transport.write(_head("200 OK", named, is_new=is_new, keeps_connection=self._keeps_connection) + body)
+            head = _head("200 OK", named, request.version >= HttpVersion11, self._keeps_connection)
+            transport.write(head + body)
 
 
 class EventStream(WrittenResponse):
@@ -139,16 +121,15 @@ class EventStream(WrittenResponse):
             reason: Its phrase.
             headers: Headers of the response. Without Content-Length it is sent in chunks.
         """
+        _check_lines(headers)
         super().__init__(status=status, reason=reason, headers=headers)
         self._writer = writer
         self.begun = False
         """Whether the head of the response is written."""
-        self._added: dict[str, str] = {}
-        self.add_headers(headers)
-        has_length = "Content-Length" in self.headers
+        self._has_length = has_length = "Content-Length" in self.headers
         self._request = request
-        self._protocol = request.protocol
-        self._transport = self._protocol.transport
+        self._protocol = protocol = request.protocol
+        self._transport = protocol.transport
         self._is_new = request.version >= HttpVersion11
         self._chunked = self._is_new and not has_length
         # Without chunks and length, the end of the connection is the end of the body.
@@ -161,7 +142,7 @@ class EventStream(WrittenResponse):
             ValueError: one has a line break, and so would begin another one.
         """
         _check_lines(headers)
-        self._added.update(headers)
+        self.headers.update(headers)
 
     @property
     def is_events(self) -> bool:
@@ -193,8 +174,12 @@ class EventStream(WrittenResponse):
             return  # aiohttp cancels the handler.
         if not self.begun:
             self.begun = True
-            text = self._head() + text
-        self._writer.write(self._transport, text)
+            status, keeps_connection, chunked = f"{self.status} {self.reason}", self._keeps_connection, self._chunked
+            text = _head(status, self.headers, self._is_new, keeps_connection, chunked) + text
+        if not self._has_length:
+            self._writer.write(self._transport, text)
+        elif not self._transport.is_closing():
+            self._transport.write(text)
 
     def token_writer(self, before: bytes, after: bytes) -> TokenWriter:
         """Returns a writer of events that differ only in a token.
@@ -229,7 +214,7 @@ class EventStream(WrittenResponse):
         self._keeps_connection = self._keeps_connection and not close
         if self._chunked or not self.begun:
             self._send(_END_OF_BODY if self._chunked else b"")
-        if self._writer.pending:
+        if self._writer.pending and not self._has_length:
             self._writer.flush()  # What follows on this connection is written by aiohttp.
 
     async def drain(self) -> None:
@@ -240,10 +225,6 @@ class EventStream(WrittenResponse):
         """
         await self._request.writer.drain()
 
-    def _head(self) -> bytes:
-        status, keeps_connection = f"{self.status} {self.reason}", self._keeps_connection
-        return _head(status, self._added, is_new=self._is_new, keeps_connection=keeps_connection, chunked=self._chunked)
-
 
 def _check_lines(headers: Mapping[str, str]) -> None:
     values = "".join(headers.values())
@@ -252,21 +233,26 @@ def _check_lines(headers: Mapping[str, str]) -> None:
 
 
 def _head(
-    status: str, headers: Mapping[str, str], *, is_new: bool, keeps_connection: bool, chunked: bool = False
+    status: str, headers: Mapping[str, str], is_new: bool, keeps_connection: bool, chunked: bool = False
 ) -> bytes:
     """Returns the head of a response, of HTTP/1.1 if ``is_new``."""
-    lines = [
-        f"HTTP/1.{is_new:d} {status}",
-        *map(": ".join, headers.items()),
-        f"Date: {_date(int(time.time()))}",
-    ]
+    lines = [f"HTTP/1.{is_new:d} {status}", *map(": ".join, headers.items()), _date(int(time.time()))]
     if chunked:
         lines.append("Transfer-Encoding: chunked")
     if not keeps_connection or not is_new:
         lines.append(f"Connection: {'keep-alive' if keeps_connection else 'close'}")
-    return "\r\n".join([*lines, "", ""]).encode()
+    lines += "", ""
+    return encoded_head("\r\n".join(lines))
+
+
+def encoded_head(head: str) -> bytes:
+    """Returns a head as it is sent. Bytes of headers that are not UTF-8, which cannot be sent, are replaced."""
+    try:
+        return head.encode()
+    except UnicodeEncodeError:
+        return head.encode("utf-8", "surrogateescape").decode("utf-8", "replace").encode()
 
 
 @lru_cache(maxsize=1)
 def _date(unix_seconds: int) -> str:
-    return formatdate(unix_seconds, usegmt=True)
+    return f"Date: {formatdate(unix_seconds, usegmt=True)}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 
 from kvrouter.engines.openai_server import os_error_words
+from kvrouter.frontend.edge.event_stream import encoded_head
 from kvrouter.frontend.proxy.engine_exchange import EngineAnswer, EngineConnection, late
 from kvrouter.frontend.proxy.engine_origin import Origin
 from kvrouter.net.calls import NotSent
@@ -62,7 +63,7 @@ class EngineConnections:
         head = f"{_first_lines(origin, path)}{named}Content-Length: {len(data)}\r\n\r\n"
         connection = self._take(origin) or await self._connect(origin, seconds)
         try:
-            return await connection.exchange(head.encode(), data, seconds)
+            return await connection.exchange(encoded_head(head), data, seconds)
         except BaseException:
             self._release(connection)
             raise
