@@ -38,11 +38,13 @@ class Engine:
         self.bodies: list[bytes] = []
         self.reads_json = True
         self.headers: list[Any] = []
+        self.targets: list[str] = []
         self.respond: Callable[[web.Request, Any], Coroutine[Any, Any, web.StreamResponse]] = answer
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
         self.headers.append(request.headers)
+        self.targets.append(request.raw_path)
         return await self.respond(request, json.loads(self.bodies[-1]) if self.reads_json else {})
 
 
@@ -88,6 +90,12 @@ def sample(registry: CollectorRegistry, name: str) -> float:
     """Returns the sum of a metric over its labels."""
     families = registry.collect()
     return sum(each.value for family in families for each in family.samples if each.name == name)
+
+
+async def set_cookies(request: web.Request, body: Any) -> web.StreamResponse:
+    response = web.Response(body=WHOLE, content_type="application/json")
+    response.headers.extend([("Set-Cookie", "a=1"), ("Set-Cookie", "b=2")])
+    return response
 
 
 async def refuse(request: web.Request, body: Any) -> web.StreamResponse:
@@ -254,6 +262,25 @@ async def test_a_refusal_of_the_engine_passes_unchanged(system: System, stack: A
     assert response.status == 422
     assert received == b'{"error": "as the engine says it"}'
     assert len(engine.bodies) == 1
+    await system.until_idle()
+
+
+async def test_headers_that_are_repeated_pass_both_ways(system: System, stack: AsyncExitStack) -> None:
+    engine = await start_engine(system, stack, 1)
+    engine.respond = set_cookies
+    url, named = f"http://{system.http}/v1/chat/completions", [("x-tag", "a"), ("x-tag", "b")]
+    async with aiohttp.ClientSession() as http, http.post(url, data=chat(), headers=named) as response:
+        assert response.headers.getall("Set-Cookie") == ["a=1", "b=2"]
+    assert engine.headers[0].getall("x-tag") == ["a", "b"]
+    await system.until_idle()
+
+
+async def test_the_query_of_a_request_reaches_the_engine(system: System, stack: AsyncExitStack) -> None:
+    engine = await start_engine(system, stack, 1)
+    url = f"http://{system.http}/v1/chat/completions?a=1"
+    async with aiohttp.ClientSession() as http, http.post(url, data=chat()) as response:
+        assert await response.read() == WHOLE
+    assert engine.targets == ["/v1/chat/completions?a=1"]
     await system.until_idle()
 
 

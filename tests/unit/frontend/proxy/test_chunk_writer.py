@@ -11,6 +11,7 @@ import pytest
 from aiohttp import HttpVersion10, HttpVersion11, web
 from hypothesis import given, strategies as st
 from kvrouter.core import OutputWriter
+from kvrouter.engines.fields import CHATS
 from kvrouter.frontend.edge.event_stream import StepWriter
 from kvrouter.frontend.generate_request import StopRules
 from kvrouter.frontend.metrics import FrontendMetrics
@@ -76,8 +77,8 @@ class _Case:
         )
         http = cast(web.Request, Mock(wraps=request, **vars(request)))
         self.response = ForwardedResponse(http, StepWriter(), RoutedOn.ROUTED_ON_TEXT)
-        runner = Mock(access=Mock() if has_key else None)
-        self.calls = EngineCalls(http, self.response, b"", Mock(), Mock(runner=runner), RoutedBody("m"))
+        runner = Mock()
+        self.calls = EngineCalls(http, self.response, b"", Mock(runner=runner), RoutedBody("m"), CHATS, has_key)
         self.progress = Progress(
             LiveBooking.of(BookingKey(request_id="r"), SelectWorkerResponse(), b"", 4, 4),
             cast(SchedulerLink, self.link),

@@ -101,8 +101,8 @@ class HttpApi:
         self._metrics = metrics
         chats = self._max_text_bytes
         models: dict[str, Handler] = {
-            COMPLETIONS: self._with_body(self._forwarding(self.completions)),
-            CHATS: self._with_body(self._forwarding(self.chat_completions), chats),
+            COMPLETIONS: self._with_body(self._forwarding(self.completions, COMPLETIONS)),
+            CHATS: self._with_body(self._forwarding(self.chat_completions, CHATS), chats),
             **{path: self._with_body(self._translating(kind), chats) for path, kind in TRANSLATED.items()},
             **{path: self._with_body(self.passed_on) for path in self._settings.engine_routes},
             COUNT_TOKENS: self._with_body(self.count_tokens, chats),
@@ -148,9 +148,10 @@ class HttpApi:
         handler runs at the first model that can serve the client's name.
         """
         choices, models, idle_seconds = self._frontend.choices, self._frontend.models, self._settings.http_body_seconds
+        admission = self._frontend.runner.admission
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            room = self._frontend.runner.admission.room()
+            room = admission.room()
             current_room.set(room)  # The request has a task of its own.
             try:
                 most = _MAX_BODY_BYTES if has_model and models.may_forward else limit
@@ -235,7 +236,7 @@ class HttpApi:
         is_json = request.content_type != _FORM_TYPE
         if self._frontend.access is not None and not is_json:
             raise BadRequest("expected JSON: the fields of a form are not checked", advice="Send JSON.")
-        return await self._forwarded(request, body, self._refused, is_json=is_json)
+        return await self._forwarded(request, body, self._refused, request.path, is_json=is_json)
 
     async def _refused(self, request: web.Request, body: _Body) -> web.StreamResponse:  # noqa: ARG002
         """Refuses a request of another route, which only engines serve."""
@@ -252,9 +253,9 @@ class HttpApi:
         add_headers(chat.fields, request, self._conversations)
         return await self._run_text(request, chat)
 
-    def _forwarding(self, handler: _BodyHandler, api: type[TranslatedRequest] | None = None) -> _BodyHandler:
-        """Returns a handler forwarding requests, which ``handler`` runs if they are not for engines' own APIs."""
-        return lambda request, body: self._forwarded(request, body, handler, api)
+    def _forwarding(self, handler: _BodyHandler, path: str, api: type[TranslatedRequest] | None = None) -> _BodyHandler:
+        """Returns a handler forwarding requests of a path; ``handler`` runs those that engines' own APIs do not get."""
+        return lambda request, body: self._forwarded(request, body, handler, path, api)
 
     def _translating(self, kind: type[TranslatedRequest]) -> _BodyHandler:
         """Returns a handler running requests of another API as chats, as one response or as events."""
@@ -274,7 +275,7 @@ class HttpApi:
                 translated.rename(error)
                 raise
 
-        return self._forwarding(handle, kind)
+        return self._forwarding(handle, kind.path, kind)
 
     async def count_tokens(self, request: web.Request, body: _Body) -> web.StreamResponse:
         """Returns the number of tokens a message's prompt has. An engine counts them if there is no tokenizer here."""
@@ -288,7 +289,8 @@ class HttpApi:
             )
             if is_passed:
                 # Counting takes no prefill, whatever the prompt.
-                return await self._forwarded(request, body, self._counted, routed=RoutedBody.on_load(name))
+                routed = RoutedBody.on_load(name)
+                return await self._forwarded(request, body, self._counted, COUNT_TOKENS, routed=routed)
         return await self._counted(request, body)
 
     async def _counted(self, request: web.Request, body: _Body) -> web.StreamResponse:  # noqa: ARG002
@@ -352,6 +354,7 @@ class HttpApi:
         request: web.Request,
         body: _Body,
         otherwise: _BodyHandler,
+        path: str,
         api: type[TranslatedRequest] | None = None,
         *,
         is_json: bool = True,
@@ -359,14 +362,14 @@ class HttpApi:
     ) -> web.StreamResponse:
         """Forwards a request to a worker with an OpenAI API of its own; ``otherwise`` runs it if its model's have none.
 
-        A request of another ``api`` than OpenAI's chats is translated to a chat if the engines do not serve the API.
-        ``routed`` are the fields that decide where it goes; None to read them from the body.
+        ``path`` is that of the request: to read it from the URL takes microseconds. A request of another ``api`` than
+        OpenAI's chats is translated to a chat if the engines do not serve the API. ``routed`` are the fields that
+        decide where it goes; None to read them from the body.
         """
         models, access = self._frontend.models, self._frontend.access
         if not models.may_forward or self._engines is None:
             return await otherwise(request, body)
         limit = self._frontend.runner.limits.max_prompt_tokens
-        path = request.path
         read = request.pop(_ROUTED, None) if self._frontend.choices.rules else None
         routed = routed or read
         if routed is None:
@@ -383,13 +386,13 @@ class HttpApi:
         if api is not None and not serves_itself(access, api.path, pools):
             as_chat = partial(routed.as_chat, api=api, max_prompt_tokens=limit)
             routed, translated, sent = await self._work.read(as_chat, body)
-            path = CHATS
         elif api is not None:
             await self._work.read(api.check_passed, body)
         if translated is None and model != name:
             sent = await self._work.read(partial(renamed, model=model), body)
         if access is not None:
-            routed, sent = await permitted(access, routed, sent, path, self._work)
+            engine_path = path if translated is None else CHATS
+            routed, sent = await permitted(access, routed, sent, engine_path, self._work)
             check_salted(access, routed, pools)
         await routed.tokenize(models.texts, view.model, max_prompt_tokens=limit)
         passed = bytes(sent)
@@ -401,8 +404,8 @@ class HttpApi:
             if translated is None
             else TranslatedResponse(request, self._writer, routed_on, translated, routed.token_ids)
         )
-        translated_path = "" if translated is None else path
-        calls = EngineCalls(request, response, passed, view, self._engines, routed, translated_path)
+        has_key, chats = access is not None, "" if translated is None else CHATS
+        calls = EngineCalls(request, response, passed, self._engines, routed, path, has_key, chats)
         generate = generate_request(routed, checked_request_id(request), pools)
         run = self._frontend.runner.run
         try:

@@ -203,7 +203,7 @@ def _slots(views: Sequence[ComponentView]) -> int:
     slots = [
         worker.max_sequences
         for view in views
-        if serves(view.descriptor.role)
+        if serves(view.role)
         for worker in view.workers.values()
         for _ in worker.ranks
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -22,18 +21,20 @@ from kvrouter.frontend.request.routed import Routed
 from kvrouter.frontend.workers.output import Output
 from kvrouter.v1.errors import DependencyAway
 from kvrouter.v1.frontend_pb2 import RoutedOn
+from multidict import CIMultiDict
 
 
 class ForwardedResponse:
     """An OutputReceiver passing on the bytes of each piece. Nothing is kept: engines wait for ``drain``."""
 
+    stream: EventStream | None = None
+    """The response as aiohttp gets it; None until an engine answers."""
+    _chunk_writer: ChunkWriter | None = None
+
     def __init__(self, request: web.Request, writer: StepWriter, routed_on: RoutedOn) -> None:
         """``routed_on`` is the decision's knowledge of the prompt."""
         self.headers: dict[str, str] = {}
         """Headers the response has besides the engine's."""
-        self.stream: EventStream | None = None
-        """The response as aiohttp gets it; None until an engine answers."""
-        self._chunk_writer: ChunkWriter | None = None
         self._request = request
         self._writer = writer
         self._routed_on = routed_on
@@ -49,9 +50,9 @@ class ForwardedResponse:
             routing.routed_on = self._routed_on
         self.headers |= routing_headers(routing)
 
-    def answers(self, status: int, reason: str, headers: Mapping[str, str]) -> None:
+    def answers(self, status: int, reason: str, headers: CIMultiDict[str]) -> None:
         """Takes the head of an engine's response. It is written with the first byte."""
-        headers = {**headers, **self.headers, **cross_origin_headers(self._request)}
+        headers.update(self.headers, **cross_origin_headers(self._request))
         self.stream = EventStream(self._request, self._writer, status=status, reason=reason, headers=headers)
         self._chunk_writer = None
 
@@ -144,7 +145,7 @@ class TranslatedResponse(ForwardedResponse):
         super().routed(routing)
         self._frame.routed(0, routing)
 
-    def answers(self, status: int, reason: str, headers: Mapping[str, str]) -> None:  # noqa: ARG002
+    def answers(self, status: int, reason: str, headers: CIMultiDict[str]) -> None:  # noqa: ARG002
         """Takes the head of an engine's response, unless one of an earlier engine was written."""
         if self.has_begun:
             return

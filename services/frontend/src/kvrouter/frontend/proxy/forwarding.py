@@ -8,12 +8,13 @@ response of up to 1 MiB is sent when it is complete.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from kvrouter.engines.fields import HARMLESS_HEADERS, quotes_internal, shown_failure
 from kvrouter.engines.openai_server import is_alive, is_openai_server
@@ -36,8 +37,10 @@ from kvrouter.frontend.proxy.routed_body import RoutedBody
 from kvrouter.frontend.request.current_choice import falls_back
 from kvrouter.frontend.request.gen_ai import operation_of
 from kvrouter.frontend.request.request_runner import RequestRunner
+from kvrouter.frontend.request.served_models import Engine
 from kvrouter.frontend.workers.attempt import Dispatch, WorkerAttempt
 from kvrouter.frontend.workers.failures import RETRY_AFTER_MS
+from kvrouter.frontend.workers.health import WorkerHealth
 from kvrouter.frontend.workers.output import DetailedOutput, Output
 from kvrouter.net import trace_context
 from kvrouter.net.calls import OutcomeUnknown
@@ -46,6 +49,7 @@ from kvrouter.v1.common_pb2 import BlockScope, RoutingConstraints, Stage
 from kvrouter.v1.errors import AllBusy, DependencyAway, KvRouterError, WorkerLost
 from kvrouter.v1.registry_pb2 import WorkerRegistration
 from kvrouter.v1.worker_pb2 import FinishReason
+from multidict import CIMultiDict, MultiMapping
 
 _NOT_FORWARDED = frozenset(
     {
@@ -114,53 +118,50 @@ class Engines(NamedTuple):
     """Has the workers, the models, the options and the callers' access."""
 
 
-class EngineCalls:
+class EngineCalls(msgspec.Struct, eq=False, dict=True):
     """The calls of one request to engines, in the place of a WorkerClient. Their output goes to a ForwardedResponse."""
 
-    def __init__(
-        self,
-        request: web.Request,
-        response: ForwardedResponse,
-        body: bytes,
-        view: ComponentView,
-        engines: Engines,
-        routed: RoutedBody,
-        path: str = "",
-    ) -> None:
-        """Creates it.
+    _request: web.Request
+    """The client's request."""
+    _response: ForwardedResponse
+    _body: bytes
+    _engines: Engines
+    _routed: RoutedBody
+    """The parts of the body that routing needs."""
+    _route: str
+    """Path of the client's request."""
+    _is_authenticated: bool = False
+    """Whether the client has a key, so it neither sets nor sees internal fields of engines."""
+    _path: str = ""
+    """Path of the engine's API, whose responses are translated; empty for the client's own."""
+    counted_prompt_tokens: int | None = None
+    """Tokens of its prompt as the engine counted them; None until it reports them."""
+    _engine_error: web.Response | None = None
+    """The error of the engine called last; None if it gave none the client may see."""
 
-        Args:
-            request: The client's request.
-            response: Its response.
-            body: Its body.
-            view: The largest pool of workers.
-            engines: The access to engines.
-            routed: The parts of the body that routing needs.
-            path: Path of the engine's API, whose responses are translated; empty for the client's own.
-        """
-        runner = engines.runner
-        self._path = path
-        self.operation = operation_of(request.path)
+    def __repr__(self) -> str:
+        """Returns the path only, without the body."""
+        return f"EngineCalls({self._route!r})"
+
+    @property
+    def operation(self) -> str:
         """Its operation, in the words of the GenAI conventions."""
-        self.health = runner.workers.health
-        self.is_estimated = routed.is_estimated
+        return operation_of(self._route)
+
+    @property
+    def health(self) -> WorkerHealth:
+        """The health of the workers."""
+        return self._engines.runner.workers.health
+
+    @property
+    def is_estimated(self) -> bool:
         """Whether the length of its prompt is an estimate."""
-        self.sequences = routed.sequences
+        return self._routed.is_estimated
+
+    @property
+    def sequences(self) -> int:
         """Number of sequences the engine computes."""
-        self.counted_prompt_tokens: int | None = None
-        """Tokens of its prompt as the engine counted them; None until it reports them."""
-        self._request = request
-        self._response = response
-        self._body = body
-        self._view = view
-        self._engines = engines
-        self._workers = runner.workers
-        self._worker_at = runner.models.worker_at
-        self._routed = routed
-        self._engine_error: web.Response | None = None
-        """The error of the engine called last; None if it gave none the client may see."""
-        self._is_authenticated = runner.access is not None
-        """Whether the client has a key, so it neither sets nor sees internal fields of engines."""
+        return self._routed.sequences
 
     @cached_property
     def _can_share(self) -> bool:
@@ -183,33 +184,31 @@ class EngineCalls:
     def start(self, dispatch: Dispatch) -> WorkerAttempt:
         """Starts an attempt at a worker, as ``WorkerClient.start``. The body has the prompt."""
         self._engine_error = None
-        request, endpoint = dispatch.request, dispatch.endpoint
+        request, endpoint, runner = dispatch.request, dispatch.endpoint, self._engines.runner
         is_prefill = request.stage == _PREFILL
         shows_progress = is_prefill or self._routed.is_stream
-        health = self.health.begin(endpoint, dispatch.prompt_tokens if shows_progress else None)
-        attempt = WorkerAttempt(dispatch, health, self._workers.metrics, max_tokens=_UNLIMITED_TOKENS)
-        worker = None if is_prefill else self._view.workers.get(dispatch.worker_id)
-        if worker is None or worker.endpoint != endpoint:
-            worker = self._worker_at(endpoint)  # It is in another pool.
+        health = runner.workers.health.begin(endpoint, dispatch.prompt_tokens if shows_progress else None)
+        attempt = WorkerAttempt(dispatch, health, runner.workers.metrics, max_tokens=_UNLIMITED_TOKENS)
+        engine = runner.models.engine_at(endpoint)
         body = (prefill_body if is_prefill else decode_body)(self._body, request.transfer_params)
         read = self._read_prefill if is_prefill else self._pass_on
         loop = asyncio.get_running_loop()
-        attempt.start(lambda receiver: loop.create_task(self._call(worker, dispatch, body, read, receiver)))
+        attempt.start(lambda receiver: loop.create_task(self._call(engine, dispatch, body, read, receiver)))
         return attempt
 
     async def answers(self, endpoint: str) -> bool:
         """Returns whether a worker is registered and answers a probe soon."""
-        worker = self._worker_at(endpoint)
-        if worker is not None and is_openai_server(worker):
+        engine = self._engines.runner.models.engine_at(endpoint)
+        if engine is not None and is_openai_server(engine.worker):
             return True  # A listed server is registered while it answers.
-        return await self._workers.answers(endpoint)
+        return await self._engines.runner.workers.answers(endpoint)
 
     async def is_reachable(self, endpoint: str) -> bool:
         """Returns False if a worker refuses connections now. Costs nothing if there is one already."""
-        worker = self._worker_at(endpoint)
-        if worker is None or is_openai_server(worker):
-            return worker is not None  # A listed server is registered while it answers.
-        return await self._workers.is_reachable(endpoint)
+        engine = self._engines.runner.models.engine_at(endpoint)
+        if engine is None or is_openai_server(engine.worker):
+            return engine is not None  # A listed server is registered while it answers.
+        return await self._engines.runner.workers.is_reachable(endpoint)
 
     async def abort(self, endpoint: str, request_id: str) -> bool:  # noqa: ARG002 - nobody is called
         """Returns True: an engine aborts a request whose connection is closed."""
@@ -217,26 +216,28 @@ class EngineCalls:
 
     async def _call(
         self,
-        worker: WorkerRegistration | None,
+        engine: Engine | None,
         dispatch: Dispatch,
         body: bytes,
         read: Callable[[EngineAnswer, WorkerAttempt], Awaitable[None]],
         receiver: WorkerAttempt,
     ) -> None:
-        if worker is None or not (url := worker.openai_endpoint):
+        if engine is None or not (url := engine.url):
             receiver.on_error(DependencyAway(f"worker {dispatch.worker_id} has no OpenAI API any more"))
             return
-        if self._routed.salted_path and not self._routed.may_run_at(worker):
+        if self._routed.salted_path and not self._routed.may_run_at(engine.worker):
             receiver.on_error(DependencyAway(f"worker {dispatch.worker_id} does not separate caches by salt"))
             return
         headers = self._headers(dispatch.request.request_id)
-        if key := self._engines.runner.settings.engine_keys.headers(worker.component.name):
-            headers = _without(headers, frozenset(key)) | key
-        if len(worker.ranks) > 1:
+        if key := self._engines.runner.settings.engine_keys.headers(engine.component):
+            headers.update(key)
+        if engine.has_ranks:
             headers[RANK_HEADER] = str(dispatch.request.dp_rank)
         if (source := dispatch.request.kv_source) is not None:
             headers[KV_SOURCE_HEADER] = kv_source_text(source)
-        path = self._path or (self._request.path if self._is_authenticated else self._request.rel_url.raw_path_qs)
+        path = self._path or self._route
+        if path != self._request.raw_path and not (self._path or self._is_authenticated):
+            path = self._request.rel_url.raw_path_qs  # It has a query.
         seconds = dispatch.deadline.remaining()
         answer: EngineAnswer | None = None
         try:
@@ -268,17 +269,18 @@ class EngineCalls:
         if answer.status == HTTPStatus.NOT_FOUND and answer.headers.get("Content-Length") == "0":
             raise DependencyAway(f"its server answers an empty 404 to {path}: check the URL of its OpenAI API")
 
-    def _headers(self, request_id: str) -> dict[str, Any]:
+    def _headers(self, request_id: str) -> CIMultiDict[str]:
         """Returns the client's headers for an engine."""
         if self._is_authenticated:
-            headers = {name: each for name, each in self._request.headers.items() if name.lower() in HARMLESS_HEADERS}
+            named = self._request.headers.items()
+            headers = CIMultiDict((name, value) for name, value in named if name.lower() in HARMLESS_HEADERS)
             if engine_id := engine_request_id(request_id):
                 headers["x-request-id"] = engine_id
         else:
             headers = _without(self._request.headers, _NOT_FORWARDED)
         if self._is_authenticated or self._path:
             headers = _without(headers, _ENCODING)  # A compressed response could not be read.
-        headers |= trace_context.headers()
+        headers.update(trace_context.headers())
         return headers
 
     def _shown(self, failure: str) -> str:
@@ -362,10 +364,9 @@ class EngineCalls:
         return DetailedOutput(-begun_tokens, raw=bytes(kept))
 
 
-def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, Any]:
-    """Returns headers but those of these names. Bytes that are not UTF-8 are replaced, since they cannot be sent."""
-    return {
-        name: value if value.isascii() else value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        for name, value in headers.items()
-        if name.lower() not in names
-    }
+def _without(headers: MultiMapping[str], names: frozenset[str]) -> CIMultiDict[str]:
+    """Returns headers but those of these names."""
+    kept = CIMultiDict(headers)
+    for name in names.intersection(map(str.lower, headers)):
+        del kept[name]
+    return kept

@@ -135,23 +135,27 @@ class RoutedBody(msgspec.Struct):
             PromptTooLong: the prompt has more token ids than the limit.
         """
         fields, has_data_url = read_fields(body)
-        if (fields.priority or 0) not in _PRIORITIES:
+        if fields.priority and fields.priority not in _PRIORITIES:
             raise BadRequest("priority: out of range", field="priority", advice="Send an integer of 32 bits.")
         output = fields.max_completion_tokens or fields.max_output_tokens or fields.max_tokens or 0
+        if not 0 <= output <= _MAX_TOKENS:
+            output = 0 if output < 0 else _MAX_TOKENS
         sequences = 1
         if fields.n or fields.best_of:
             sequences = max(1, min(max(fields.n or 1, fields.best_of or 1), MAX_SEQUENCES))
         prompt, is_rendered = given(fields.prompt) if fields.prompt else b"", fields.is_rendered_by_engine
-        is_listed, is_one_text = _TOKEN_LIST.match(prompt) is not None, False
+        is_listed, is_one_text = bool(prompt) and _TOKEN_LIST.match(prompt) is not None, False
         source: PromptSource | None = None
         media: PromptMedia | None = None
+        listed: dict[str, bytes] = {}
         if is_listed:
             content, token_ids = prompt, TokenPrompt(prompt, limit=max_prompt_tokens).token_ids
             listed = {"prompt": token_ids} | read_token_lists(max_prompt_tokens, stop_token_ids=fields.stop_token_ids)
         else:
-            listed = read_token_lists(
-                max_prompt_tokens, prompt=fields.prompt, input=fields.input, stop_token_ids=fields.stop_token_ids
-            )
+            if prompt or fields.input or fields.stop_token_ids:
+                listed = read_token_lists(
+                    max_prompt_tokens, prompt=fields.prompt, input=fields.input, stop_token_ids=fields.stop_token_ids
+                )
             content = prompt or given(fields.messages)
             if api is not None:
                 media = PromptMedia()
@@ -172,7 +176,7 @@ class RoutedBody(msgspec.Struct):
             media=media,
             source=source,
             listed_ids=listed,
-            max_output_tokens=max(0, min(output, _MAX_TOKENS)),
+            max_output_tokens=output,
             sequences=sequences,
             is_stream=bool(fields.stream),
             cache_salt=fields.cache_salt or "",

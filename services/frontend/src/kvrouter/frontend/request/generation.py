@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Awaitable, Coroutine
 from functools import cached_property
+from random import getrandbits
 from typing import Any
 
 import structlog
@@ -76,6 +77,17 @@ class _Unreachable(Exception):
 class Generation:
     """One request. Call ``run`` once."""
 
+    output_tokens = 0
+    """Output tokens of all attempts that have ended."""
+    first_output_ns = last_output_ns = 0
+    """Times of the first and the latest output; 0 before."""
+    sent = False
+    """Whether a worker has got the prompt and not refused it as full."""
+    _progress: Progress | None = None
+    """Progress of the latest attempt."""
+    _endpoint = ""
+    """Address of the worker of the latest attempt."""
+
     def __init__(
         self,
         request: GenerateRequest,
@@ -131,19 +143,9 @@ class Generation:
         self.arrived_ns = self._input.since_ns
         """Arrival of the request, by ``time.perf_counter_ns``."""
         self._input.selection.arrived_unix_ns = self._arrived_unix_ns = time.time_ns()
-        self.output_tokens = 0
-        """Output tokens of all attempts that have ended."""
-        self.first_output_ns = self.last_output_ns = 0
-        """Times of the first and the latest output; 0 before."""
         self._kept = None if budget.migration_refusal() else KeptOutput()
-        self._progress: Progress | None = None
-        """Progress of the latest attempt."""
-        self._endpoint = ""
-        """Address of the worker of the latest attempt."""
-        self.sent = False
-        """Whether a worker has got the prompt and not refused it as full."""
         self._request_id = request.request_id or os.urandom(16).hex()
-        self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{os.urandom(4).hex()}"
+        self._booked_id = f"{self._request_id}{BOOKED_ID_MARK}{getrandbits(32):08x}"
         self._link = links.link(view.name, self._input.client_hashes, request.conversation_id)
         self._is_traced = is_recording()
         """Whether its spans are recorded."""

@@ -29,11 +29,11 @@ def pools_of_model(
         UnknownModel: no component serves the model.
     """
     of_model = [view for view in components.values() if view.model == model]
-    serving = [view for view in of_model if serves(view.descriptor.role, stage)]
+    serving = [view for view in of_model if serves(view.role, stage)]
     if not serving:
         live = [view.descriptor for view in components.values() if view.workers]
         known = {descriptor.model for descriptor in live if serves(descriptor.role, stage)}
-        only = next((text_of(Role, view.descriptor.role) for view in of_model if view.workers), "")
+        only = next((text_of(Role, view.role) for view in of_model if view.workers), "")
         raise UnknownModel(model, sorted(known), only)
     return _largest_first(serving)
 
@@ -70,7 +70,7 @@ def resolve_model(model: str, components: Mapping[ComponentName, ComponentView])
         serving = [
             view
             for view in components.values()
-            if serves(view.descriptor.role) and any(model in worker.lora_names for worker in view.workers.values())
+            if serves(view.role) and any(model in worker.lora_names for worker in view.workers.values())
         ]
         if not serving:
             raise
@@ -88,7 +88,7 @@ def fitting_pools(request: GenerateRequest, tokens: int, views: Sequence[Compone
     return [
         view
         for view in views
-        if longest <= (view.descriptor.max_model_len or longest)
+        if longest <= (view.max_model_len or longest)
         and any(
             can_take(worker, constraints, lora_name) and (worker.serves_structured_output or not is_constrained)
             for worker in view.workers.values()
@@ -98,8 +98,8 @@ def fitting_pools(request: GenerateRequest, tokens: int, views: Sequence[Compone
 
 def context_length(tokens: int, views: Sequence[ComponentView]) -> int:
     """Returns the context length of the first pool a prompt of that many tokens fits; 0 if it is not known."""
-    lengths = [view.descriptor.max_model_len for view in views if view.workers]
-    return next((each for each in lengths if tokens <= longest_prompt(each)), views[0].descriptor.max_model_len)
+    lengths = [view.max_model_len for view in views if view.workers]
+    return next((each for each in lengths if tokens <= longest_prompt(each)), views[0].max_model_len)
 
 
 def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[Model]:
@@ -113,11 +113,11 @@ def describe_models(components: Mapping[ComponentName, ComponentView]) -> list[M
             component=view.descriptor.component,
             block_size=view.block_size,
             workers=len(view.workers),
-            max_model_len=view.descriptor.max_model_len or None,
+            max_model_len=view.max_model_len or None,
             lora_names=sorted({name for worker in view.workers.values() for name in worker.lora_names}),
         )
         for view in components.values()
-        if view.workers and serves(view.descriptor.role)
+        if view.workers and serves(view.role)
     ]
     return sorted(models, key=lambda model: (model.name, model.component.name))
 

@@ -52,9 +52,7 @@ def prefill_pools(
     of_model = [
         view
         for view in components
-        if view.descriptor.role == Role.ROLE_PREFILL
-        and view.model == model
-        and view.name.namespace == decode.name.namespace
+        if view.role == Role.ROLE_PREFILL and view.model == model and view.name.namespace == decode.name.namespace
     ]
     if not of_model:
         return PrefillPools((), f"no prefill pool serves {model}")

@@ -62,7 +62,7 @@ class Disaggregation:
 
     def stage(self, view: ComponentView, workers: Workers, deaths: RequestDeaths) -> PrefillStage | None:
         """Returns the prefill stage of a request; None if its component is not disaggregated."""
-        return PrefillStage(self, view, workers, deaths) if view.descriptor.role == _DECODE_ROLE else None
+        return PrefillStage(self, view, workers, deaths) if view.role == _DECODE_ROLE else None
 
 
 class PrefillStage:

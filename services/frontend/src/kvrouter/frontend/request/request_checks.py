@@ -45,9 +45,7 @@ def prompt_limit(views: Sequence[ComponentView], limits: Limits) -> Iterator[int
     Raises:
         PromptTooLong: the tokenizer found more tokens; the error has the context length if that is the limit.
     """
-    lengths = [view.descriptor.max_model_len for view in views if view.workers] or [
-        view.descriptor.max_model_len for view in views
-    ]
+    lengths = [view.max_model_len for view in views if view.workers] or [view.max_model_len for view in views]
     limit = longest_prompt(max(lengths) if all(lengths) else 0, limits.max_prompt_tokens)
     try:
         yield limit
@@ -73,7 +71,7 @@ def check_request(request: GenerateRequest, tokens: int, view: ComponentView, li
             field="model",
             advice="Send the request to the Frontend's HTTP API.",
         )
-    longest, max_tokens = view.descriptor.max_model_len, request.stop.max_tokens
+    longest, max_tokens = view.max_model_len, request.stop.max_tokens
     check_prompt_length(tokens, longest, limits.max_prompt_tokens)
     _check_stop(request.stop, limits)
     if longest and tokens + max_tokens > longest:

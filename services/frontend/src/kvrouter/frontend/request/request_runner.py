@@ -36,12 +36,18 @@ _FORWARDED = "it was forwarded as it is: the tokens of its output are not known"
 class Forwarding(Workers, Protocol):
     """Starts the attempts of a request whose prompt the engine reads itself."""
 
-    is_estimated: bool
-    """Whether the length of its prompt is an estimate."""
-    sequences: int
-    """Number of sequences the engine computes."""
-    operation: str
-    """Its operation, in the words of the GenAI conventions."""
+    @property
+    def is_estimated(self) -> bool:
+        """Whether the length of its prompt is an estimate."""
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences the engine computes."""
+
+    @property
+    def operation(self) -> str:
+        """Its operation, in the words of the GenAI conventions."""
+
     counted_prompt_tokens: int | None
     """Tokens of its prompt as the engine counted them; None until it reports them."""
 
@@ -116,12 +122,15 @@ class RequestRunner:
         deadline = Deadline.after(longest) if deadline is None else deadline.or_after(longest)
         known_model, code = "", "CANCELLED"
         began_ns = time.perf_counter_ns()
-        operation = operation if through is None else through.operation
         generation: Generation | None = None
         deaths: RequestDeaths | None = None
         admitted: AdmittedRequest | None = None
         tokens = len(prompt) // TOKEN_BYTES
-        is_estimated = through is not None and through.is_estimated
+        workers: Workers = self.workers
+        is_estimated, sequences = False, 1
+        if through is not None:
+            workers, is_estimated, sequences = through, through.is_estimated, through.sequences
+            operation = through.operation
         self._in_flight += 1
         try:
             access = self.access
@@ -147,7 +156,6 @@ class RequestRunner:
                     check_vocabulary(prompt, vocabulary, "token_ids")
                     check_vocabulary(stops, vocabulary, "stop_conditions.stop_token_ids")
             deaths.check()
-            sequences = 1 if through is None else through.sequences
             admitted = self.admission.admit(views, tokens, request.stop.max_tokens, "Generate", sequences=sequences)
             if pools is not None:
                 # Only now, since this asks Schedulers.
@@ -157,11 +165,11 @@ class RequestRunner:
                 prompt,
                 view,
                 self.links,
-                through or self.workers,
+                workers,
                 self.metrics,
                 self._budget(request, through),
                 deaths,
-                self._disaggregation.stage(view, through or self.workers, deaths),
+                self._disaggregation.stage(view, workers, deaths),
                 pools,
                 self.settings.pool_restart_seconds,
                 is_estimated=is_estimated,
@@ -175,23 +183,17 @@ class RequestRunner:
         finally:
             ended_ns = time.perf_counter_ns()
             self._in_flight -= 1
+            counted = through.counted_prompt_tokens if through is not None and is_estimated else None
+            output_tokens, was_sent = (0, False) if generation is None else (generation.output_tokens, generation.sent)
             if deaths is not None:
                 deaths.end(survived=code == "OK")
             if admitted is not None:
-                admitted.end(
-                    0 if generation is None else generation.output_tokens,
-                    sent=generation is not None and generation.sent,
-                    prompt_tokens=through.counted_prompt_tokens if through is not None and is_estimated else None,
-                )
+                admitted.end(output_tokens, sent=was_sent, prompt_tokens=counted)
             self.metrics.ended(known_model, code)
             if known_model:
-                counted = through.counted_prompt_tokens if through is not None and is_estimated else tokens
-                self._gen_ai.of(operation, known_model).ended(
-                    "" if code == "OK" else code,
-                    (ended_ns - began_ns) / 1e9,
-                    counted,
-                    generation,
-                )
+                failure, seconds = "" if code == "OK" else code, (ended_ns - began_ns) / 1e9
+                counts = self._gen_ai.of(operation, known_model)
+                counts.ended(failure, seconds, counted if is_estimated else tokens, generation)
             if generation is not None:
                 if code == "OK":
                     generation.model_metrics.request_seconds.observe((ended_ns - generation.arrived_ns) / 1e9)

@@ -38,6 +38,18 @@ class Serving(NamedTuple):
     """Those whose workers all have an OpenAI API, the largest first."""
 
 
+class Engine(NamedTuple):
+    """A worker with an OpenAI API as requests need it: reading a field of its registration takes a microsecond."""
+
+    worker: WorkerRegistration
+    url: str
+    """URL of its OpenAI API; empty if it has none."""
+    component: str
+    """Name of its component."""
+    has_ranks: bool
+    """Whether it has several data-parallel ranks."""
+
+
 class ServedModels:
     """The registered models and LoRA adapters, as far as the caller may use them."""
 
@@ -49,6 +61,8 @@ class ServedModels:
         self._derived_from: Mapping[ComponentName, ComponentView] = {}
         """The registrations from which the following was derived."""
         self._resolved: dict[str, Serving] = {}
+        self._engines: dict[str, Engine] | None = None
+        """The workers by address; None until they are needed."""
         self._forwarding: set[ComponentName] = set()
         self._only_forwarding: set[ComponentName] = set()
 
@@ -106,10 +120,17 @@ class ServedModels:
         views = [view for view in self._derived_from.values() if view.model == model]
         return [each for view in views if view.name in self._forwarding for each in view.workers.values()]
 
-    def worker_at(self, endpoint: str) -> WorkerRegistration | None:
+    def engine_at(self, endpoint: str) -> Engine | None:
         """Returns the registered worker with an address; None if there is none."""
-        views = self._directory.components.values()
-        return next((each for view in views for each in view.workers.values() if each.endpoint == endpoint), None)
+        if self._directory.components is not self._derived_from:
+            self._follow_registrations()
+        if self._engines is None:
+            self._engines = {}
+            for view in self._derived_from.values():
+                for each in view.workers.values():
+                    engine = Engine(each, each.openai_endpoint, view.name.name, len(each.ranks) > 1)
+                    self._engines.setdefault(each.endpoint, engine)
+        return self._engines.get(endpoint)
 
     def has_text(self, model: str) -> bool:
         """Returns whether the output of a model or LoRA adapter is returned as text."""
@@ -153,6 +174,7 @@ class ServedModels:
         """Renews everything derived from the registrations, which have changed."""
         components = self._derived_from = self._directory.components
         self._resolved = {}
+        self._engines = None
         self._forwarding = {
             name
             for name, view in components.items()

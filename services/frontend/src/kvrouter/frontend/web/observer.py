@@ -102,10 +102,7 @@ class Observer:
                     traffic=self._traffic.rates(time.monotonic()),
                     prefixes=await self._held_prefixes(),
                     found=problems(system, self._hit_rates),
-                    roles={
-                        name: _ROLES.get(view.descriptor.role, "both")
-                        for name, view in self._directory.components.items()
-                    },
+                    roles={name: _ROLES.get(view.role, "both") for name, view in self._directory.components.items()},
                     frontend_ids=self._frontend_ids(),
                 )
                 self._looked_at = time.monotonic()

@@ -91,6 +91,17 @@ class Dispatch(msgspec.Struct, eq=False):
 class WorkerAttempt:
     """Receives a worker's output of one request, and limits and classifies it."""
 
+    unattributed: WorkerFailure | None = None
+    """Its failure, if it may not be its worker's fault."""
+    _writer: OutputWriter | None = None
+    """Takes pieces that have only tokens."""
+    _missed_to_leave = 0
+    """Number of missed probes at which a suspected worker is left."""
+    _call: RunningCall | None = None
+    _over = False
+    _has_output = False
+    _finish_reason: FinishReason = _UNFINISHED
+
     def __init__(
         self, dispatch: Dispatch, health: WorkerCall, metrics: FrontendMetrics, *, max_tokens: int | None = None
     ) -> None:
@@ -106,9 +117,7 @@ class WorkerAttempt:
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """Done when the attempt has ended."""
         self._dispatch = dispatch
-        self._worker_id = dispatch.worker_id
         self._on_output = dispatch.on_output
-        self._may_leave = dispatch.may_leave
         self._health = health
         self._worker = health.worker
         self._metrics = metrics
@@ -118,16 +127,6 @@ class WorkerAttempt:
 
         ``_settle`` subtracts those that the writer has taken.
         """
-        self._writer: OutputWriter | None = None
-        """Takes pieces that have only tokens."""
-        self.unattributed: WorkerFailure | None = None
-        """Its failure, if it may not be its worker's fault."""
-        self._missed_to_leave = 0
-        """Number of missed probes at which a suspected worker is left."""
-        self._call: RunningCall | None = None
-        self._over = False
-        self._has_output = False
-        self._finish_reason: FinishReason = _UNFINISHED
 
     def start(self, call: Callable[[WorkerAttempt], RunningCall]) -> None:
         """Makes the call, unless the worker is known not to answer and another could take the request."""
@@ -260,7 +259,7 @@ class WorkerAttempt:
             failure = self._note("error", f"ended the request with {FinishReason.Name(output.finish_reason)}")
             if not self._has_output:
                 self._end(failure)
-            elif self._may_leave("error"):
+            elif self._dispatch.may_leave("error"):
                 if output.tokens:  # The request continues on another worker.
                     self._pass_on(output.without("finish_reason"))
                 self._end(failure)
@@ -327,13 +326,14 @@ class WorkerAttempt:
         health, worker = self._health, self._worker
         if self._over:
             return
-        if health.is_lost and self._may_leave("lost"):
+        if health.is_lost and self._dispatch.may_leave("lost"):
             self._leave("lost", "is lost: its registration has ended, and it does not answer")
-        elif health.is_stalled and self._may_leave("stalled"):
+        elif health.is_stalled and self._dispatch.may_leave("stalled"):
             self._leave("stalled", "generates nothing any more")
-        elif health.is_leaving and self._may_leave("drained"):
-            self._end(WorkerFailure(self._worker_id, "drained", f"worker {self._worker_id} is being drained"))
-        elif worker.suspected and worker.missed >= self._missed_to_leave and self._may_leave("silent"):
+        elif health.is_leaving and self._dispatch.may_leave("drained"):
+            worker_id = self._dispatch.worker_id
+            self._end(WorkerFailure(worker_id, "drained", f"worker {worker_id} is being drained"))
+        elif worker.suspected and worker.missed >= self._missed_to_leave and self._dispatch.may_leave("silent"):
             self._leave("silent", f"stopped answering: it missed {worker.missed} probes in a row")
 
     def _leave(self, cause: str, what: str) -> None:
@@ -342,8 +342,8 @@ class WorkerAttempt:
         That is not counted against the worker: probes and stall detection decide when it is avoided.
         """
         self._metrics.worker_failures.labels(cause=cause).inc()
-        message = f"worker {self._worker_id} {what}"
-        self._end(WorkerFailure(self._worker_id, cause, message, fate=self._health.fate()))
+        message = f"worker {self._dispatch.worker_id} {what}"
+        self._end(WorkerFailure(self._dispatch.worker_id, cause, message, fate=self._health.fate()))
 
     def _finish(self) -> None:
         if self._finish_reason not in _ENGINE_FAILED:
@@ -363,7 +363,7 @@ class WorkerAttempt:
         self._metrics.output_overruns.inc()
         log.warning(
             "worker.exceeded_max_tokens",
-            worker=self._worker_id,
+            worker=self._dispatch.worker_id,
             request_id=self._dispatch.request.request_id,
             max_tokens=self._max_tokens,
             consequence="the answer ends at the limit, the call is cancelled",
@@ -385,13 +385,13 @@ class WorkerAttempt:
         worker = self._worker
         if fault is Fault.DEADLINE and worker.suspected:
             return DeadlineExceeded(
-                f"the deadline has passed; worker {self._worker_id} has missed {worker.missed} probes in a row"
+                f"the deadline has passed; worker {self._dispatch.worker_id} has missed {worker.missed} probes in a row"
             )
         return error.untraced()
 
     def _note(self, cause: str, what: str) -> WorkerFailure:
         fate = self._health.fate() if cause in _ENGINE_MAY_DIE else None
-        failure = WorkerFailure(self._worker_id, cause, f"worker {self._worker_id} {what}", fate=fate)
+        failure = WorkerFailure(self._dispatch.worker_id, cause, f"worker {self._dispatch.worker_id} {what}", fate=fate)
         self._metrics.worker_failures.labels(cause=cause).inc()
         if self._dispatch.shares_blame and not self._has_output:
             self.unattributed = failure

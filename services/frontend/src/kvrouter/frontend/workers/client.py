@@ -105,7 +105,9 @@ _ANSWER_SECONDS = 0.5
 class Workers(Protocol):
     """Where attempts are started: at the workers' Generate, or at another API of theirs."""
 
-    health: WorkerHealth
+    @property
+    def health(self) -> WorkerHealth:
+        """The health of the workers."""
 
     def can_prefill(self, worker: WorkerRegistration) -> bool:
         """Returns whether a prefill worker can compute the prompt of a request started here."""

@@ -119,6 +119,16 @@ class ComponentView:
         return self.descriptor.block_size
 
     @cached_property
+    def role(self) -> Role:
+        """Role of its workers."""
+        return self.descriptor.role
+
+    @cached_property
+    def max_model_len(self) -> int:
+        """Context length of its model, tokens; 0 if it is not known."""
+        return self.descriptor.max_model_len
+
+    @cached_property
     def routing_base(self) -> RoutingRequest:
         """The fields that all routing requests to the component have in common. Copy it, never change it."""
         return RoutingRequest(component=self.descriptor.component, block_size=self.block_size)

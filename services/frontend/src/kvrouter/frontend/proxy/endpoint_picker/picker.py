@@ -100,7 +100,7 @@ class _Offer(NamedTuple):
 
     def takes(self, body: RoutedBody) -> bool:
         """Returns whether the pool's workers take prompts of that length."""
-        return body.is_estimated or body.prompt_tokens <= longest_prompt(self.view.descriptor.max_model_len)
+        return body.is_estimated or body.prompt_tokens <= longest_prompt(self.view.max_model_len)
 
     def check(self, body: RoutedBody) -> None:
         """Checks that the pool can serve the request.
@@ -110,7 +110,7 @@ class _Offer(NamedTuple):
             NoWorkers: none of its workers has an OpenAI API the gateway allows.
         """
         if not body.is_estimated:
-            check_prompt_length(body.prompt_tokens, self.view.descriptor.max_model_len)
+            check_prompt_length(body.prompt_tokens, self.view.max_model_len)
         if not self.endpoints:
             allowed = ", or none that the gateway allows"
             raise NoWorkers(f"no worker of model {self.view.model!r} has an OpenAI endpoint{allowed}")
