@@ -64,18 +64,18 @@ class PopularPrefixes:
 
     def note(self, outline: Outline) -> None:
         """Counts the prefixes of a request of the sample."""
-        parent, blocks, longest = 0, 1, min(outline.blocks, MAX_BLOCKS)
+        counters, hashes, requests = self._counters, outline.local_hashes, self._sample_every
+        parent, size, longest = 0, _HASH_BYTES, min(len(hashes), MAX_BLOCKS * _HASH_BYTES)
         prefix = outline.model.encode() + b"\0"
-        while blocks <= longest:
-            hashes = outline.local_hashes[: blocks * _HASH_BYTES]
-            name = xxh3_64_intdigest(prefix + hashes)
-            counter = self._counters.get(name)
+        while size <= longest:
+            name = xxh3_64_intdigest(prefix + hashes[:size])
+            counter = counters.get(name)
             if counter is None:
-                counter = _Counter(outline.model, hashes, blocks * outline.block_size, parent, 0.0)
-                self._counters[name] = counter
-            counter.count += self._sample_every
+                tokens = size // _HASH_BYTES * outline.block_size
+                counter = counters[name] = _Counter(outline.model, hashes[:size], tokens, parent, 0.0)
+            counter.count += requests
             parent = name
-            blocks *= 2
+            size *= 2
         if len(self._counters) > 2 * self._capacity:
             self._forget()
 
