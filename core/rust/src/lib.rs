@@ -13,6 +13,7 @@ pub mod index;
 mod json_fields;
 mod json_tokens;
 mod load;
+mod matches;
 mod nats;
 mod outputs;
 mod passed_stream;

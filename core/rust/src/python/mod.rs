@@ -12,6 +12,7 @@ mod forecast;
 mod grpc;
 mod hashing;
 mod json_tokens;
+mod matches;
 mod nats;
 mod observations;
 mod output_writer;
@@ -45,6 +46,7 @@ mod _native {
         grpc::read_messages,
         hashing::{local_hashes, sequence_hashes},
         json_tokens::{find_json_value, json_flaw, split_json, tokens_from_json, tokens_to_json},
+        matches::read_matches,
         nats::read_nats_messages,
         observations::Observations,
         output_writer::OutputWriter,

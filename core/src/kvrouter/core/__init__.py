@@ -132,6 +132,7 @@ __all__ = [
     "multimodal_hash",
     "pass_pieces",
     "read_calls",
+    "read_matches",
     "read_messages",
     "read_nats_messages",
     "read_output",

@@ -20,6 +20,7 @@ from kvrouter.core.interface.event_recorder import (
 from kvrouter.core.interface.events import MAX_EVENT_BLOCKS, ApplySummary, EventBatch, RefusedBatch
 from kvrouter.core.interface.forecast import ForecastChoice, ForecastModel
 from kvrouter.core.interface.load import ActiveSequences, LoadColumns
+from kvrouter.core.interface.matches import Matches
 from kvrouter.core.interface.names import NotATokenId, Rank, RankInfo, Scope, TokenBuffer
 from kvrouter.core.interface.nats import NatsMessage
 from kvrouter.core.interface.prefix_index import IndexStats, InvalidDump, MemoryBudget, PredictedIndex, PrefixIndex
@@ -45,6 +46,7 @@ __all__ = [
     "InvalidEvent",
     "LatencyCalibration",
     "LoadColumns",
+    "Matches",
     "MeasuredFactor",
     "MemoryBudget",
     "NatsMessage",

@@ -18,6 +18,7 @@ from kvrouter.core.reference.json_tokens import (
     tokens_from_json,
     tokens_to_json,
 )
+from kvrouter.core.reference.matches import read_matches
 from kvrouter.core.reference.memory_budget import MemoryBudget
 from kvrouter.core.reference.nats import read_nats_messages
 from kvrouter.core.reference.observations import Observations
@@ -51,6 +52,7 @@ __all__ = [
     "local_hashes",
     "pass_pieces",
     "read_calls",
+    "read_matches",
     "read_messages",
     "read_nats_messages",
     "read_output",

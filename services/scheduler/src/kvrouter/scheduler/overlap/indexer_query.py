@@ -14,71 +14,17 @@ import msgspec
 import numpy as np
 import structlog
 from google.protobuf.message import DecodeError
-from kvrouter.core import Rank
+from kvrouter.core import Rank, read_matches
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing import client_call
-from kvrouter.scheduler.policies.interface import Column, largest
+from kvrouter.scheduler.policies.interface import Column
 from kvrouter.scheduler.request.prompt import HASH_BYTES, Prompt
 from kvrouter.scheduler.workers.candidates import ListedRanks, WorkerSet
 from kvrouter.v1.errors import DeadlineExceeded, Internal, KvRouterError
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.packed_pb2 import PackedFindMatchesResponse
 from kvrouter.v1.scheduler_pb2 import SelectWorkerResponse
 from msgspec.structs import replace
-from numpy.typing import NDArray
-
-_MORE = 0x80
-"""Bit of a byte with a successor in its number."""
-_BITS = 7
-"""Bits of a number in a byte, the lowest first."""
-_LONGEST = 63
-"""Bits of the longest number."""
-_FEW_BYTES = 128
-"""Length from which a dozen numpy calls take less time than a loop over the bytes."""
-_REFUSAL = "the bytes are no list of varints below 2^63"
-
-
-def decode_varints(encoded: bytes) -> Column:
-    """Returns the numbers of a packed field, each of which must be below 2^63.
-
-    Raises:
-        ValueError: the last number is incomplete, or a number has more than nine bytes.
-    """
-    is_short = encoded.isascii()  # no number has a second byte
-    if len(encoded) < _FEW_BYTES:
-        return np.fromiter(encoded, np.int64, len(encoded)) if is_short else _one_by_one(encoded)
-    data = np.frombuffer(encoded, np.uint8)
-    return data.astype(np.int64) if is_short else _all_at_once(data)
-
-
-def _one_by_one(encoded: bytes) -> Column:
-    numbers, number, place = [], 0, 0
-    for byte in encoded:
-        number |= (byte & (_MORE - 1)) << place
-        if byte < _MORE:
-            numbers.append(number)
-            number, place = 0, 0
-        elif place < _LONGEST - _BITS:
-            place += _BITS
-        else:
-            raise ValueError(_REFUSAL)
-    if place:
-        raise ValueError(_REFUSAL)
-    return np.array(numbers, np.int64)
-
-
-def _all_at_once(data: NDArray[np.uint8]) -> Column:
-    last = np.flatnonzero(data < _MORE)
-    first = np.concatenate(([0], last[:-1] + 1)) if len(last) else last
-    lengths = last - first + 1
-    if not len(last) or last[-1] != len(data) - 1 or lengths.max() > _LONGEST // _BITS:
-        raise ValueError(_REFUSAL)
-    place = np.arange(len(data)) - np.repeat(first, lengths)
-    bits = (data & (_MORE - 1)).astype(np.int64) << (_BITS * place)
-    numbers: Column = np.add.reduceat(bits, first)
-    return numbers
-
 
 log = structlog.get_logger(component="scheduler")
 
@@ -244,35 +190,30 @@ def read_answer(answer: bytes, most_blocks: int) -> Overlaps:
         Internal: it is not such a response, or its columns differ in length.
     """
     try:
-        response = PackedFindMatchesResponse.FromString(answer)
-        listed = _decoded(response.worker_ids, response.dp_ranks, response.incarnations)
-        device, shared = response.device_blocks, response.shared_blocks
-        blocks, lower = decode_varints(device), None
-        if shared and shared != device:  # else no rank has blocks elsewhere
-            lower = np.array([decode_varints(each) for each in (response.host_blocks, response.disk_blocks, shared)])
+        ranks, blocks, lower, pooled_blocks, event_ids = read_matches(answer, most_blocks)
+        listed = _listed(ranks)
     except (DecodeError, ValueError):
         raise Internal("the Indexer sent a response that cannot be parsed") from None
-    event_ids = response.next_event_ids
-    ranks = len(listed.incarnations)
-    if not ranks == len(blocks) == len(event_ids) or (lower is not None and lower.shape[1] != ranks):
+    count, size = len(listed.incarnations), len(blocks)
+    if not 8 * count == size == len(event_ids) or (lower is not None and len(lower) != 3 * size):
         raise Internal(
-            f"expected columns of one length, received {ranks} ranks, {len(blocks)} overlaps and "
-            f"{len(event_ids)} event ids"
+            f"expected columns of one length, received {count} ranks, {size // 8} overlaps and "
+            f"{len(event_ids) // 8} event ids"
         )
-    if largest(blocks) > most_blocks:
-        np.minimum(blocks, most_blocks, out=blocks)
-    if lower is not None:
-        np.minimum(lower, most_blocks, out=lower)
-    pooled = response.pooled_blocks
-    return Overlaps(listed, blocks, lower, min(pooled, most_blocks) if pooled else 0, event_ids)
+    return Overlaps(
+        listed,
+        np.frombuffer(blocks, np.int64),
+        None if lower is None else np.frombuffer(lower, np.int64).reshape(3, count),
+        pooled_blocks,
+        memoryview(event_ids).cast("Q"),
+    )
 
 
 @lru_cache(maxsize=_LISTS)
-def _decoded(worker_ids: bytes, dp_ranks: bytes, incarnations: bytes) -> ListedRanks:
-    """Returns the ranks in encoded columns, which hardly ever change."""
-    columns = PackedFindMatchesResponse(worker_ids=worker_ids, dp_ranks=dp_ranks, incarnations=incarnations)
-    message = FindMatchesResponse.FromString(columns.SerializeToString())
+def _listed(ranks: bytes) -> ListedRanks:
+    """Returns the ranks in an encoded response without other fields, which hardly ever changes."""
+    message = FindMatchesResponse.FromString(ranks)
     if not len(message.worker_ids) == len(message.dp_ranks) == len(message.incarnations):
         raise DecodeError("the columns differ in length")
-    ranks = tuple(zip(message.worker_ids, message.dp_ranks, strict=True))
-    return ListedRanks(ranks, np.array(message.incarnations, np.uint64))
+    named = tuple(zip(message.worker_ids, message.dp_ranks, strict=True))
+    return ListedRanks(named, np.array(message.incarnations, np.uint64))
