@@ -1,10 +1,12 @@
 //! Python class for the recency of cached blocks.
 
+use std::sync::{Mutex, PoisonError};
+
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::{pack, words};
+use super::buffers::{LastRow, words};
 use super::exclusive::Exclusive;
 use crate::index::tree::ranks::Name;
 use crate::load::cache_recency::{CachedRank, Recency};
@@ -13,6 +15,7 @@ use crate::load::cache_recency::{CachedRank, Recency};
 #[pyclass(frozen, module = "kvrouter.core._native")]
 pub struct CacheRecency {
     recency: Exclusive<Recency>,
+    last: Mutex<LastRow>,
 }
 
 #[pymethods]
@@ -27,7 +30,7 @@ impl CacheRecency {
         }
         let bound = |value: i128| u64::try_from(value).unwrap_or(u64::MAX);
         let recency = Recency::new(bound(rank_sample), bound(max_sample), bound(history_sample) as usize);
-        Ok(Self { recency: Exclusive::new(recency) })
+        Ok(Self { recency: Exclusive::new(recency), last: Mutex::default() })
     }
 
     fn set_ranks(&self, py: Python<'_>, ranks: Vec<CachedRank>) {
@@ -42,7 +45,8 @@ impl CacheRecency {
 
     fn reuse_chance<'py>(&self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyBytes>> {
         let chances = self.recency.with(py, false, |recency| recency.reuse_chance(now).to_vec());
-        pack(py, chances.into_iter().map(f64::to_ne_bytes))
+        // No thread waits for the GIL while it holds the mutex.
+        self.last.lock().unwrap_or_else(PoisonError::into_inner).packed(py, &chances)
     }
 
     fn __len__(&self, py: Python<'_>) -> usize {

@@ -3,41 +3,44 @@
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::buffers::pack;
+use super::buffers::LastRow;
 use crate::index::tree::ranks::Name;
 use crate::load::cache_recency::CachedRank;
 use crate::load::speeds::{Calibration, Factor, Speed};
 
 /// Implements `kvrouter.core.interface.LatencyCalibration`.
 #[pyclass(module = "kvrouter.core._native")]
-pub struct LatencyCalibration(Calibration);
+pub struct LatencyCalibration {
+    calibration: Calibration,
+    last: LastRow,
+}
 
 #[pymethods]
 impl LatencyCalibration {
     #[new]
     fn new() -> Self {
-        Self(Calibration::new())
+        Self { calibration: Calibration::new(), last: LastRow::default() }
     }
 
     #[getter]
     fn value(&self) -> f64 {
-        self.0.value
+        self.calibration.value
     }
 
     fn set_ranks(&mut self, ranks: Vec<CachedRank>) {
-        self.0.set_ranks(&ranks);
+        self.calibration.set_ranks(&ranks);
     }
 
     fn speed(&mut self, rank: Name, now: f64) -> Speed {
-        self.0.speed(rank, now)
+        self.calibration.speed(rank, now)
     }
 
     fn learn(&mut self, measured_ms: f64, forecast_ms: f64, speed: Speed, now: f64) {
-        self.0.learn(measured_ms, forecast_ms, speed, now);
+        self.calibration.learn(measured_ms, forecast_ms, speed, now);
     }
 
     fn relative_latency<'py>(&mut self, py: Python<'py>, now: f64) -> PyResult<Bound<'py, PyBytes>> {
-        pack(py, self.0.relative_latency(now).iter().map(|latency| latency.to_ne_bytes()))
+        self.last.packed(py, self.calibration.relative_latency(now))
     }
 }
 

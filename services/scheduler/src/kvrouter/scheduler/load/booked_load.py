@@ -65,6 +65,21 @@ class _Dispatched(msgspec.Struct, frozen=True):
     """Speed of the rank as it was known then."""
 
 
+class _Row:
+    """The last row of numbers that the core packed. It returns the same bytes until a number changes."""
+
+    __slots__ = ("_numbers", "_packed")
+
+    def __init__(self) -> None:
+        self._packed, self._numbers = b"", np.zeros(0)
+
+    def of(self, packed: bytes) -> Amounts:
+        """Returns the numbers in packed bytes."""
+        if packed is not self._packed:
+            self._packed, self._numbers = packed, np.frombuffer(packed)
+        return self._numbers
+
+
 @dataclass(eq=False)
 class BookedLoad:
     """Books requests on ranks. Exact under any order of calls; see ``kvrouter.core.ActiveSequences``.
@@ -87,6 +102,7 @@ class BookedLoad:
         self._knows_caches = False
         """Whether the size of any rank's cache is known. Otherwise chances of reuse are those that are set."""
         self._set_chance: Amounts = np.zeros(0)
+        self._chance, self._latency = _Row(), _Row()
         self._registered: frozenset[Rank] = frozenset()
         self._known: tuple[Rank, ...] = ()
         """The ranks known to the core: it also knows those that have nothing but bookings."""
@@ -138,7 +154,7 @@ class BookedLoad:
         """Returns the mean chance over each registered rank's KV cache that a block is used again, in order of rank."""
         if not self._knows_caches:
             return self._set_chance
-        return np.frombuffer(self._recency.reuse_chance(self.clock()))
+        return self._chance.of(self._recency.reuse_chance(self.clock()))
 
     def set_reuse_chance(self, chance: Amounts) -> None:
         """Sets the chance of each registered rank, which counts if the size of no rank's cache is known."""
@@ -146,7 +162,7 @@ class BookedLoad:
 
     def relative_latency(self) -> Amounts:
         """Returns how slow each registered rank is, relative to the component, in order of rank."""
-        return np.frombuffer(self.latency_calibration.relative_latency(self.clock()))
+        return self._latency.of(self.latency_calibration.relative_latency(self.clock()))
 
     @property
     def seconds_in_flight(self) -> float:

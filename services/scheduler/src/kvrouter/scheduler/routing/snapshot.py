@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 from kvrouter.core import Rank
 from kvrouter.scheduler.bookings.conversations import HeldBlocks
-from kvrouter.scheduler.identifiers import rank_message
 from kvrouter.scheduler.load.headroom import delays, places, takes_kept_room
 from kvrouter.scheduler.load.thresholds import Load
 from kvrouter.scheduler.load.tier_loads import saved_shares
@@ -111,13 +110,21 @@ class CandidateSnapshot(msgspec.Struct, frozen=True):
         overlap = self.overlap_blocks.item(chosen)
         if overlap >= self.most_overlap_blocks:
             return None
-        held = self._overlap_outside(self.constraints.avoided.keys() | self.constraints.excluded)
-        place = int(held.argmax())
-        if held[place] <= overlap:
+        held, avoided, excluded = self.overlap_blocks, self.constraints.avoided, self.constraints.excluded
+        if avoided or excluded:
+            held = self._overlap_outside({*avoided, *excluded})
+        place = held.argmax()
+        blocks = held.item(place)
+        if blocks <= overlap:
             return None
-        lower = () if self.lower_blocks is None else self.lower_blocks[:, place].tolist()
-        tier = max((tier for tier, blocks in zip(LOWER_TIERS, lower, strict=False) if blocks), default=_DEVICE)
-        return KvSource(rank=rank_message(self.worker_set.ranks[place]), tier=tier, blocks=int(held[place]))
+        tier = _DEVICE
+        if self.lower_blocks is not None:
+            lower = zip(LOWER_TIERS, self.lower_blocks[:, place].tolist(), strict=True)
+            tier = max((tier for tier, loaded in lower if loaded), default=_DEVICE)
+        source = KvSource(tier=tier, blocks=blocks)
+        # Set in place: a message that is passed to a constructor is copied.
+        source.rank.worker_id, source.rank.dp_rank = self.worker_set.ranks[place]
+        return source
 
     def reachable_tokens(self, place: int) -> ReachableTokens:
         """Returns the cached tokens of the prompt on a candidate, on the best eligible one, and on the best of all."""
