@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import structlog
+from kvrouter.runtime.booking_updates import Free, OutputReport, PrefillComplete, key_of
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.api.request_reader import RequestReader
@@ -42,7 +43,7 @@ from kvrouter.v1.common_pb2 import BookingKey, LocalHashes, RoutingRequest, Stag
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
-from kvrouter.v1.scheduler_pb2 import FreeRequest, MarkPrefillCompleteRequest, ReportOutputRequest, SelectWorkerRequest
+from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest
 from prometheus_client import CollectorRegistry
 
 BLOCK_SIZE = 16
@@ -132,17 +133,17 @@ async def measure(mode: str, ranks: int, requests: int, blocks: int) -> dict[str
         began = clock()
         await selector.select(selection, deadline=deadline)
         spent["select and book"].append(clock() - began)
-        prefilled = MarkPrefillCompleteRequest(booking=key)
+        prefilled = PrefillComplete(key_of(key))
         began = clock()
         bookings.mark_prefill_complete(prefilled)
         spent["first token"].append(clock() - began)
         if number < IN_FLIGHT:
             continue
-        output = ReportOutputRequest(booking=keys[number - IN_FLIGHT // 2], output_tokens=17)
+        output = OutputReport(key_of(keys[number - IN_FLIGHT // 2]), 17)
         began = clock()
         bookings.report_output(output)
         spent["output"].append(clock() - began)
-        free = FreeRequest(booking=keys[number - IN_FLIGHT], cached_tokens=BLOCK_SIZE)
+        free = Free(key_of(keys[number - IN_FLIGHT]), BLOCK_SIZE)
         began = clock()
         bookings.free(free)
         spent["free"].append(clock() - began)

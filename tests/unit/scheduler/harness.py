@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 from kvrouter.core import Rank, local_hashes, sequence_hashes
+from kvrouter.runtime.booking_updates import Free, OutputReport, PrefillComplete
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.discovery.directory import ComponentView
 from kvrouter.scheduler.api.drains import Drains
@@ -53,7 +54,13 @@ from kvrouter.v1.errors import DeadlineExceeded
 from kvrouter.v1.indexer_pb2 import FindMatchesResponse
 from kvrouter.v1.names import ComponentName
 from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
-from kvrouter.v1.scheduler_pb2 import SelectWorkerRequest, SelectWorkerResponse
+from kvrouter.v1.scheduler_pb2 import (
+    FreeRequest,
+    MarkPrefillCompleteRequest,
+    ReportOutputRequest,
+    SelectWorkerRequest,
+    SelectWorkerResponse,
+)
 from prometheus_client import CollectorRegistry
 
 BLOCK = 16
@@ -206,6 +213,22 @@ class ResidentBlocks:
         return answer.SerializeToString()
 
 
+@dataclass
+class ByMessage:
+    """Updates of bookings by message."""
+
+    updates: BookingUpdates
+
+    def mark_prefill_complete(self, request: MarkPrefillCompleteRequest) -> bool:
+        return self.updates.mark_prefill_complete(PrefillComplete.of(request))
+
+    def report_output(self, request: ReportOutputRequest) -> bool:
+        return self.updates.report_output(OutputReport.of(request))
+
+    def free(self, request: FreeRequest) -> bool:
+        return self.updates.free(Free.of(request))
+
+
 class Parts:
     """A Scheduler's parts, put together."""
 
@@ -265,9 +288,10 @@ class Parts:
         if predictions is not None:
             predictions.follow(self.booking_table)
         self.queued.follow(self.booking_table)
-        self.bookings = BookingUpdates(self.booking_table, self.booking_ownership, self.pools, self.metrics, clock)
+        self.updates = BookingUpdates(self.booking_table, self.booking_ownership, self.pools, self.metrics, clock)
+        self.bookings = ByMessage(self.updates)
         self.sessions = Sessions(
-            self.booking_ownership, self.bookings, scheduler_id="s", grace_seconds=grace, clock=clock
+            self.booking_ownership, self.updates, scheduler_id="s", grace_seconds=grace, clock=clock
         )
 
     def service(self) -> SchedulerService:
@@ -285,7 +309,7 @@ class Parts:
         return SchedulerService(
             self.pools,
             self.selector,
-            self.bookings,
+            self.updates,
             self.sessions,
             self.decisions,
             self.board,

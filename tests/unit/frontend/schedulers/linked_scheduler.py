@@ -9,8 +9,9 @@ from typing import Any, ClassVar, cast
 
 from kvrouter.frontend.schedulers.booking_updates import LiveBooking
 from kvrouter.frontend.schedulers.scheduler_choice import SchedulerSource
-from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection, UpdateAnswer
+from kvrouter.frontend.schedulers.scheduler_connection import SchedulerConnection, TakeAnswer
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
+from kvrouter.runtime.booking_updates import UpdateAnswer, UpdateCall
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
@@ -87,8 +88,8 @@ class Refusing:
         await self.opened.wait()
         return OpenSessionResponse(scheduler_id="one", acknowledged=request.first_update - 1)
 
-    def update_bookings(self, request: UpdateBookingsRequest, answer: UpdateAnswer) -> None:
-        self.calls.append(UpdateBookingsRequest.FromString(request.SerializeToString()))
+    def update_bookings(self, call: UpdateCall, answer: TakeAnswer) -> None:
+        self.calls.append(call.to_message())
         if len(self.openings) > self.deaf_sessions:
             task = asyncio.create_task(self.apply(self.calls[-1], answer))
             self.tasks.add(task)
@@ -108,7 +109,7 @@ class Refusing:
     def heartbeats(self) -> int:
         return sum(not call.updates for call in self.calls)
 
-    async def apply(self, request: UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+    async def apply(self, request: UpdateBookingsRequest, answer: TakeAnswer) -> None:
         await self.at_work.wait()
         response = UpdateBookingsResponse(acknowledged=max(0, request.first_number + len(request.updates) - 1))
         for number, update in enumerate(request.updates, request.first_number):
@@ -119,7 +120,7 @@ class Refusing:
                     response.refused.add(number=number, code=code, message=message, info=info)
             elif update.HasField("free"):
                 self.freed.append(update.free)
-        answer(response)
+        answer(UpdateAnswer.of(response))
 
     async def select_worker(self, request: SelectWorkerRequest, *, deadline: Deadline) -> SelectWorkerResponse:
         self.selected.append(SelectWorkerRequest.FromString(request.SerializeToString()))

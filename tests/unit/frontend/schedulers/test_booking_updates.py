@@ -145,6 +145,29 @@ async def test_reports_of_output_travel_with_the_next_other_update() -> None:
     assert [(call.first_number, len(call.updates)) for call in updates] == [(1, 2), (3, 2)]
 
 
+async def test_a_report_takes_the_place_of_one_that_was_never_sent() -> None:
+    scheduler = Answering()
+    async with linked(scheduler, heartbeat_timeout_seconds=60.0) as link:
+        await until(lambda: link.ready)
+        live, other = booking("a"), booking("b")
+        keep(link, live)
+        keep(link, other)
+        link.report_output(live, 17)
+        link.report_output(other, 17)
+        link.report_output(live, 33)
+        assert link.waiting_updates == 2
+        scheduler.at_work.clear()
+        link.prefill_complete(live)
+        await until(lambda: any(call.updates for call in scheduler.calls))
+        link.report_output(live, 49)
+        assert link.waiting_updates == 4, "one that was sent stays as it is, and one of a freed booking is dropped"
+        scheduler.at_work.set()
+        link.free(live, None)
+        await until(lambda: scheduler.freed)
+    reports = [update.output for call in scheduler.calls for update in call.updates if update.HasField("output")]
+    assert [(each.booking.request_id, each.output_tokens) for each in reports] == [("a", 33), ("b", 17)]
+
+
 async def test_reports_of_output_travel_with_a_selection_or_a_heartbeat() -> None:
     scheduler = Answering()
     async with linked(scheduler, heartbeat_timeout_seconds=0.02) as link:

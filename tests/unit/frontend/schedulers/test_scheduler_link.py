@@ -9,6 +9,7 @@ import pytest
 from kvrouter.frontend.schedulers import scheduler_choice, scheduler_link
 from kvrouter.frontend.schedulers.scheduler_choice import LocalScheduler
 from kvrouter.frontend.schedulers.scheduler_link import SchedulerLink
+from kvrouter.runtime.booking_updates import UpdateAnswer, UpdateCall, key_of
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.v1.errors import DependencyAway, NotFound
@@ -18,8 +19,6 @@ from kvrouter.v1.scheduler_pb2 import (
     OpenSessionResponse,
     SelectWorkerRequest,
     SelectWorkerResponse,
-    UpdateBookingsRequest,
-    UpdateBookingsResponse,
 )
 
 from ....waiting import until
@@ -194,9 +193,9 @@ async def test_a_link_without_a_session_is_ready_for_the_time_of_a_failover(
 
 async def test_a_scheduler_in_this_process_is_called_without_a_task() -> None:
     class Local(Answering):
-        def update_bookings(self, request: UpdateBookingsRequest, *, deadline: Deadline) -> UpdateBookingsResponse:  # type: ignore[override]
-            self.calls.append(request)
-            return UpdateBookingsResponse(acknowledged=request.first_number + len(request.updates) - 1)
+        def apply_updates(self, call: UpdateCall) -> UpdateAnswer:
+            self.calls.append(call.to_message())
+            return UpdateAnswer(call.first_number + len(call.updates) - 1)
 
         def open_session(self, request: OpenSessionRequest, *, deadline: Deadline) -> OpenSessionResponse:  # type: ignore[override]
             return OpenSessionResponse(acknowledged=request.first_update - 1)
@@ -257,4 +256,4 @@ async def test_a_report_that_waits_during_a_heartbeat_follows_the_answer_under_w
         scheduler.at_work.set()
         await until(lambda: not link.waiting_updates)
         (update,) = scheduler.calls[calls].updates
-        assert update.output.booking == second.key
+        assert key_of(update.output.booking) == second.value

@@ -122,7 +122,7 @@ def reassert(request_id: str, *, worker_id: int = 1, blocks: int = 4, **fields: 
 
 def expire(parts: Parts, seconds: float) -> None:
     parts.now += seconds
-    parts.bookings.expire()
+    parts.updates.expire()
 
 
 def silence(parts: Parts, ticks: int) -> None:

@@ -154,10 +154,10 @@ async def test_a_lease_runs_out_and_is_counted() -> None:
     parts.now += 4
     parts.bookings.mark_prefill_complete(MarkPrefillCompleteRequest(booking=key("a")))
     parts.now += 4.9
-    parts.bookings.expire()
+    parts.updates.expire()
     assert parts.load(1)[2] == 1
     parts.now += 0.1
-    parts.bookings.expire()
+    parts.updates.expire()
     assert parts.idle()
     assert parts.figure("kvrouter_scheduler_expired_leases_total") == 1
 

@@ -42,7 +42,7 @@ async def test_refusals_are_typed_and_the_session_goes_on(transport: str) -> Non
 
 async def test_a_defect_costs_its_update_only(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts(view(worker(1)))
-    monkeypatch.setattr(parts.bookings, "report_output", lambda _: 1 / 0)
+    monkeypatch.setattr(parts.updates, "report_output", lambda _: 1 / 0)
     async with opened(parts, transport) as client:
         await client.select("a")
         response = await client.update(output("a", 16), free("a"))

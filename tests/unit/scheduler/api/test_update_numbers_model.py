@@ -14,20 +14,13 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.frontend.schedulers import booking_updates
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates
+from kvrouter.runtime.booking_updates import Free, OutputReport, PrefillComplete, UpdateAnswer, UpdateCall
 from kvrouter.scheduler.api.sessions import Sessions
 from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.table import BookingTable
 from kvrouter.scheduler.bookings.updates import BookingUpdates as Bookings
-from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.common_pb2 import Stage
 from kvrouter.v1.errors import SessionLost
-from kvrouter.v1.scheduler_pb2 import (
-    BookingUpdate,
-    FreeRequest,
-    MarkPrefillCompleteRequest,
-    ReportOutputRequest,
-    UpdateBookingsRequest,
-    UpdateBookingsResponse,
-)
 
 NODES = ("n0", "n1")
 FULL = os.environ.get("KVROUTER_FAULTS") == "full"
@@ -40,8 +33,8 @@ class Recording:
     def __init__(self) -> None:
         self.applied: list[str] = []
 
-    def record(self, request: Any) -> None:
-        self.applied.append(request.booking.request_id)
+    def record(self, update: Free | OutputReport | PrefillComplete) -> None:
+        self.applied.append(update.key[0])
 
     mark_prefill_complete = report_output = free = record
 
@@ -71,9 +64,9 @@ class NumberedUpdates(RuleBasedStateMachine):
         self.all: list[str] = []
         self.node = ""
         """The node at which the session is open; empty while it is not."""
-        self.calls: list[tuple[str, UpdateBookingsRequest]] = []
+        self.calls: list[tuple[str, UpdateCall]] = []
         """Calls under way, with those of earlier openings."""
-        self.answers: list[tuple[int, UpdateBookingsResponse]] = []
+        self.answers: list[tuple[int, UpdateAnswer]] = []
         """Answers under way, with the number of the opening."""
         self.unanswered = 0
 
@@ -84,14 +77,14 @@ class NumberedUpdates(RuleBasedStateMachine):
     @rule(kind=st.integers(0, 2))
     def add(self, kind: int) -> None:
         name = f"{len(self.all):04}"
-        key = BookingKey(request_id=name)
+        key = (name, 0, Stage.STAGE_WHOLE)
         self.all.append(name)
         if kind == 0:
-            self.client.unsent.append(BookingUpdate(free=FreeRequest(booking=key)))
+            self.client.unsent.append(Free(key))
         elif kind == 1:
-            self.client.unsent.append(BookingUpdate(prefill_complete=MarkPrefillCompleteRequest(booking=key)))
+            self.client.unsent.append(PrefillComplete(key))
         else:
-            self.client.unsent.append(BookingUpdate(output=ReportOutputRequest(booking=key, output_tokens=1)))
+            self.client.unsent.append(OutputReport(key, 1))
 
     @rule(waits=st.booleans())
     def send(self, waits: bool) -> None:
@@ -184,9 +177,9 @@ def test_what_waits_for_too_long_is_replaced_by_the_next_opening(monkeypatch: An
     node, client = Node(), BookingUpdates("s", "c")
     client.opened(node.sessions.open(client.opening()))
     for number in range(6):
-        key = BookingKey(request_id=f"r{number}")
-        client.unsent.append(BookingUpdate(output=ReportOutputRequest(booking=key, output_tokens=1)))
-        client.unsent.append(BookingUpdate(free=FreeRequest(booking=key)))
+        key = (f"r{number}", 0, Stage.STAGE_WHOLE)
+        client.unsent.append(OutputReport(key, 1))
+        client.unsent.append(Free(key))
     assert client.overflowed
     client.opened(node.sessions.open(client.opening()))
     request = client.next_call()

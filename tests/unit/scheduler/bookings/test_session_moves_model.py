@@ -17,21 +17,17 @@ from typing import TypeVar
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvrouter.frontend.schedulers.booking_updates import BookingUpdates, LiveBooking
-from kvrouter.scheduler.identifiers import Key, key_of
+from kvrouter.runtime.booking_updates import Free, Key, UpdateAnswer, UpdateCall, key_of
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.scheduler.replication.state_transfer import Fetch, chunks
 from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.errors import KvRouterError, SessionLost
 from kvrouter.v1.scheduler_pb2 import (
-    BookingUpdate,
     CloseSessionRequest,
-    FreeRequest,
     OpenSessionRequest,
     OpenSessionResponse,
     SelectWorkerRequest,
     SelectWorkerResponse,
-    UpdateBookingsRequest,
-    UpdateBookingsResponse,
 )
 from kvrouter.v1.sync_pb2 import ReplicaSyncEvent
 
@@ -42,8 +38,8 @@ NODES = ("n0", "n1")
 FULL = os.environ.get("KVROUTER_FAULTS") == "full"
 
 T = TypeVar("T")
-Request = OpenSessionRequest | UpdateBookingsRequest | SelectWorkerRequest
-Response = OpenSessionResponse | UpdateBookingsResponse | SelectWorkerResponse
+Request = OpenSessionRequest | UpdateCall | SelectWorkerRequest
+Response = OpenSessionResponse | UpdateAnswer | SelectWorkerResponse
 
 
 def pick(items: list[T], number: int) -> T | None:
@@ -89,16 +85,18 @@ class Client:
         self.stream.requests.append(opening)
         return self.stream
 
-    def add(self, update: BookingUpdate | None) -> None:
-        if update is not None and self.stream is not None and self.stream.open:
+    def progress(self, booking: LiveBooking) -> None:
+        update = self.updates.prefill_complete(booking)
+        if self.stream is not None and self.stream.open:
             self.updates.unsent.append(update)
             self.send()
+        self.updates.report_output(booking, booking.output_tokens + BLOCK)
 
     def send(self, *, all_of_them: bool = False) -> None:
         stream = self.stream
         if stream is None or not stream.open or (stream.unanswered and not all_of_them):
             return
-        while self.updates.unsent:
+        while self.updates.has_unsent:
             stream.unanswered += 1
             stream.requests.append(self.updates.next_call())
 
@@ -114,13 +112,13 @@ class Client:
     def cancel(self, name: str) -> None:
         key = self.waiting.pop(name)
         if name in self.sent:
-            self.updates.unsent.append(BookingUpdate(free=FreeRequest(booking=key)))
+            self.updates.unsent.append(Free(key_of(key)))
             self.send()
         del self.updates.selecting[id(key)]
 
     def finish(self, name: str) -> None:
         booking = self.live.pop(name)
-        self.updates.free(booking)
+        self.updates.free(booking, Free(booking.value))
         self.send()
 
     def hear(self, request: Request, response: Response | None) -> None:
@@ -132,7 +130,7 @@ class Client:
                 self.send()
                 for name in self.waiting:
                     self.select(name)
-            case UpdateBookingsRequest(), UpdateBookingsResponse():
+            case UpdateCall(), UpdateAnswer():
                 self.stream.unanswered -= 1
                 self.updates.answered(response, is_last=not self.stream.unanswered)
                 self.send()
@@ -214,8 +212,7 @@ class Moves(RuleBasedStateMachine):
         name = pick(list(client.live), number)
         if name is not None:
             booking = client.live[name]
-            client.add(client.updates.prefill_complete(booking))
-            client.add(client.updates.report_output(booking, booking.output_tokens + BLOCK))
+            client.progress(booking)
 
     @rule(which=which, number=numbers, catches_up=mostly)
     def finish(self, which: int, number: int, catches_up: bool) -> None:
@@ -231,7 +228,7 @@ class Moves(RuleBasedStateMachine):
     def free_once_more(self, number: int, node: str) -> None:
         key = pick(self.ended, number)
         if key is not None and node not in self.frozen:
-            self.parts[node].bookings.free(FreeRequest(booking=key))
+            self.parts[node].updates.free(Free(key_of(key)))
 
     # Sessions.
 
@@ -399,7 +396,7 @@ class Moves(RuleBasedStateMachine):
                     return
                 case OpenSessionRequest():
                     response = sessions.open(request)
-                case UpdateBookingsRequest():
+                case UpdateCall():
                     response = sessions.update(request)
         except SessionLost:
             assert stream.left, "the session of its client"
@@ -422,7 +419,7 @@ class Moves(RuleBasedStateMachine):
         for name, parts in self.parts.items():
             if name not in self.frozen:
                 parts.now = self.now
-                parts.bookings.expire()
+                parts.updates.expire()
                 parts.sync.expire(NODES)
 
     def _replicas(self, name: str) -> Replicas:

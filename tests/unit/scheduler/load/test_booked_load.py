@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvrouter.core import CachedRank, Rank
-from kvrouter.scheduler.identifiers import Key, key_of
+from kvrouter.runtime.booking_updates import Key, key_of
 from kvrouter.scheduler.load.booked_load import Accounting, BookedLoad, Expected
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.prompt import Prompt

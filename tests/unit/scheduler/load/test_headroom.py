@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from kvrouter.scheduler.identifiers import Key
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.scheduler.load.headroom import MAX_TENANTS, RECENT_S, SPARE, Headroom, delays, places, takes_kept_room
 from kvrouter.scheduler.request.options import Tenant
 from kvrouter.v1.common_pb2 import Stage

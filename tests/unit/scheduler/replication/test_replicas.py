@@ -7,8 +7,8 @@ import struct
 import pytest
 import xxhash
 from kvrouter.core import Rank
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
-from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.replication import event_log as replica_log
 from kvrouter.scheduler.replication.announcer import AnnouncedBookings
 from kvrouter.scheduler.replication.event_log import EventLog
@@ -336,7 +336,7 @@ async def test_progress_reported_to_a_former_owner_is_in_its_state() -> None:
     report_progress(former)
     former.parts.booking_ownership.close_session("s", token, former.parts.now)
     former.parts.now += 1000
-    former.parts.bookings.expire()
+    former.parts.updates.expire()
 
     fetch_state(other, former)
     assert progress_of(other) == (True, 2 * BLOCK + 1)

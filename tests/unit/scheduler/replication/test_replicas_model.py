@@ -19,8 +19,8 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kvrouter.core import Rank
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.scheduler.bookings.booking import SchedulerIncarnation
-from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.replication import state_transfer as replica_state
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.scheduler.replication.state_transfer import Fetch, StateBroken, chunks
@@ -235,7 +235,7 @@ class Cluster(RuleBasedStateMachine):
         self.now += seconds
         for parts in self.alive.values():
             parts.now = self.now
-            parts.bookings.expire()
+            parts.updates.expire()
             parts.sync.expire(self.alive)
 
     # The network.
@@ -388,7 +388,7 @@ class Cluster(RuleBasedStateMachine):
         parts.booking_ownership.open_session(client.name, client.name)
         for request in client.runs.values():
             self.announced_at[node].add(request.key)
-            parts.bookings.reassert(request.reassert(), client.name)
+            parts.updates.reassert(request.reassert(), client.name)
 
     def _close(self, client: Client) -> None:
         if client.node:

@@ -7,7 +7,7 @@ from itertools import count
 from random import Random
 
 import pytest
-from kvrouter.scheduler.identifiers import Key
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.options import RoutingOptions

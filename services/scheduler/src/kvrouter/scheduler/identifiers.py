@@ -1,41 +1,39 @@
-"""Converts ranks, components and booking keys from and to messages."""
+"""Converts ranks and components from and to messages, and checks booking keys."""
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Protocol
 
 from kvrouter.core import Rank
+from kvrouter.runtime.booking_updates import Key, key_of
 from kvrouter.runtime.requests import check_request_id
 from kvrouter.v1 import common_pb2
 from kvrouter.v1.common_pb2 import BookingKey, Component, Stage
 from kvrouter.v1.errors import BadRequest
 from kvrouter.v1.names import ComponentName
 
-_WHOLE = Stage.STAGE_WHOLE  # read once: looking up an enum value by name takes a third of a microsecond
-
-Key = tuple[str, int, Stage]
-"""(request_id, attempt, stage), the stage never unspecified."""
-
-
 MAX_REQUEST_ID_BYTES = 128
 _STAGES = frozenset(Stage.values())
 
 
-def key_of(key: BookingKey) -> Key:
-    """Returns the key of a message, which can be hashed."""
-    return (key.request_id, key.attempt, key.stage or _WHOLE)
-
-
-def checked_key(booking: BookingKey, known: Container[Key] = ()) -> Key:
-    """Returns the checked key of a message. Keys in ``known`` have been checked before.
+def checked_key(booking: BookingKey) -> Key:
+    """Returns the checked key of a message.
 
     Raises:
         BadRequest: the request id is empty or too long or has control characters, or there is no such stage.
     """
-    key = request_id, _, stage = key_of(booking)
-    if key in known:
-        return key
+    key = key_of(booking)
+    check_key(key)
+    return key
+
+
+def check_key(key: Key) -> None:
+    """Checks a key.
+
+    Raises:
+        BadRequest: the request id is empty or too long or has control characters, or there is no such stage.
+    """
+    request_id, _, stage = key
     if not request_id:
         raise BadRequest(
             "the request id is empty", field="booking.request_id", advice=f"Send 1 to {MAX_REQUEST_ID_BYTES} bytes."
@@ -43,7 +41,6 @@ def checked_key(booking: BookingKey, known: Container[Key] = ()) -> Key:
     check_request_id(request_id, MAX_REQUEST_ID_BYTES, "booking.request_id")
     if stage not in _STAGES:
         raise BadRequest(f"unknown stage {stage}", field="booking.stage", advice="Send a stage of the contract.")
-    return key
 
 
 class OfRank(Protocol):
@@ -67,9 +64,3 @@ def rank_of(message: OfRank) -> Rank:
 def component_message(name: ComponentName) -> Component:
     """Returns a component as a message."""
     return Component(namespace=name.namespace, name=name.name)
-
-
-def key_message(key: Key) -> BookingKey:
-    """Returns a key as a message."""
-    request_id, attempt, stage = key
-    return BookingKey(request_id=request_id, attempt=attempt, stage=stage)

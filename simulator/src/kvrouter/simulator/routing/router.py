@@ -10,8 +10,8 @@ from typing import NamedTuple
 from kvrouter.core import Rank
 from kvrouter.mocker.engine.config import EngineConfig
 from kvrouter.mocker.tiers import storage_tiers
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.runtime.discovery.directory import ComponentView
-from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.booked_load import Accounting
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, Overlaps

@@ -14,6 +14,17 @@ import grpc
 import msgspec
 import structlog
 from kvrouter.core import sequence_hashes
+from kvrouter.runtime.booking_updates import (
+    Free,
+    Key,
+    OutputReport,
+    PrefillComplete,
+    Reassert,
+    Update,
+    UpdateAnswer,
+    UpdateCall,
+    key_of,
+)
 from kvrouter.runtime.requests import add_sequence_hashes
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey, Component, Rank
@@ -23,6 +34,8 @@ class LiveBooking(msgspec.Struct, eq=False):
     """A live booking, with the progress of its request."""
 
     key: BookingKey
+    value: Key
+    """Its key as a value."""
     component: Component
     rank: Rank
     local_hashes: bytes
@@ -51,6 +64,7 @@ class LiveBooking(msgspec.Struct, eq=False):
         """Returns the booking a selection made."""
         return cls(
             key=key,
+            value=key_of(key),
             component=selection.component,
             rank=selection.rank,
             local_hashes=local_hashes,
@@ -92,6 +106,8 @@ log = structlog.get_logger(component="frontend")
 
 BATCH_BYTES = 48 << 10
 """Size at which a call takes no further update: below the size at which calls travel in parts and may be overtaken."""
+_UPDATE_BYTES = 80
+"""Most bytes of an update's numbers and tags."""
 MAX_UPDATES = 65_536
 """Number of updates that may wait for their acknowledgement."""
 
@@ -111,9 +127,9 @@ class BookingUpdates:
         frees the booking in the step that removes its key."""
         self._first = 1
         """Number of the oldest unacknowledged update."""
-        self._sent: deque[pb.BookingUpdate] = deque()
+        self._sent: deque[Update] = deque()
         """Sent and unacknowledged updates."""
-        self.unsent: deque[pb.BookingUpdate] = deque()
+        self.unsent: deque[Update] = deque()
         """Updates following those."""
         self._grown: dict[LiveBooking, None] = {}
         """Live bookings that need further blocks, of which the next call informs the Scheduler."""
@@ -151,7 +167,7 @@ class BookingUpdates:
         if self.overflowed:
             # The opening and the re-asserts say everything else.
             self._first += len(self.unsent)
-            self.unsent = deque(update for update in self.unsent if "free" in update)
+            self.unsent = deque(update for update in self.unsent if isinstance(update, Free))
         keys = [booking.key for booking in self.live]
         # A Scheduler may have booked these already. If it freed them now, it would refuse the repeated selection.
         keys += self.selecting.values()
@@ -183,14 +199,10 @@ class BookingUpdates:
             self._reassert(booking)
         return len(refused)
 
-    def prefill_complete(self, booking: LiveBooking, handover_us: int | None = None) -> pb.BookingUpdate:
+    def prefill_complete(self, booking: LiveBooking, handover_us: int | None = None) -> PrefillComplete:
         """Marks the prompt as computed and returns the update that reports it. ``handover_us`` as in the contract."""
         booking.prefill_complete = True
-        update = pb.BookingUpdate()
-        update.prefill_complete.booking.CopyFrom(booking.key)
-        if handover_us is not None:
-            update.prefill_complete.handover_us = handover_us
-        return update
+        return PrefillComplete(booking.value, handover_us)
 
     def report_output(self, booking: LiveBooking, output_tokens: int) -> None:
         """Sets the number of output tokens. The next call has it if the request needs a further block."""
@@ -199,48 +211,37 @@ class BookingUpdates:
             booking.room = output_tokens + -(booking.prompt_tokens + output_tokens) % booking.block_size
             self._grown[booking] = None
 
-    def free(self, booking: LiveBooking) -> pb.FreeRequest:
-        """Ends a booking, and adds the update that frees it. Returns its message, for what else it says."""
+    def free(self, booking: LiveBooking, update: Free) -> None:
+        """Ends a booking, and adds the update that frees it."""
         self.live.pop(booking, None)
         self._grown.pop(booking, None)
-        update = pb.BookingUpdate()
-        freeing = update.free
-        freeing.booking.CopyFrom(booking.key)
         self.unsent.append(update)
-        return freeing
 
-    def next_call(self) -> pb.UpdateBookingsRequest:
+    def next_call(self) -> UpdateCall:
         """Returns the next call, with as many of the updates to send as fit; a heartbeat if there are none."""
-        unsent, sent = self.unsent, self._sent
-        for booking in self._grown:
-            update = pb.BookingUpdate()
-            output = update.output  # Set in place: a message that is passed to a constructor is encoded and decoded.
-            output.booking.CopyFrom(booking.key)
-            output.output_tokens = booking.output_tokens
-            unsent.append(update)
-        self._grown.clear()
-        request = pb.UpdateBookingsRequest(
-            session_id=self._session_id, opening_number=self.opening_number, first_number=self._first + len(sent)
-        )
-        updates, size = request.updates, 0
+        unsent, first = self.unsent, self._first + len(self._sent)
+        if self._grown:
+            unsent.extend(OutputReport(booking.value, booking.output_tokens) for booking in self._grown)
+            self._grown.clear()
+        updates: list[Update] = []
+        size = 0
         while unsent and size < BATCH_BYTES:
             update = unsent.popleft()
-            sent.append(update)
             updates.append(update)
             if unsent:
-                size += update.ByteSize()
-        return request
+                size += _largest(update)
+        self._sent.extend(updates)
+        return UpdateCall(self._session_id, self.opening_number, first, updates)
 
-    def answered(self, response: pb.UpdateBookingsResponse, *, is_last: bool) -> bool:
-        """Processes the response to a call of the current opening. Returns whether updates must be sent again.
+    def answered(self, response: UpdateAnswer, *, is_last: bool) -> bool:
+        """Processes the answer to a call of the current opening. Returns whether updates must be sent again.
 
         Args:
-            response: The response.
+            response: The answer.
             is_last: Whether no other call is unanswered. Updates that were sent then and are not acknowledged were
                 overtaken by later ones.
         """
-        # A copy, since the container's own iterator ends with an error, whose text takes longer than the copy.
-        for refused in response.refused[:]:
+        for refused in response.refused:
             booking = self._asserting.get(refused.number)
             if booking is not None:
                 self._note_refusal(booking, refused)
@@ -261,7 +262,7 @@ class BookingUpdates:
 
     def _reassert(self, booking: LiveBooking) -> None:
         self._asserting[self._first + len(self._sent) + len(self.unsent)] = booking
-        self.unsent.append(pb.BookingUpdate(reassert=booking.to_reassert()))
+        self.unsent.append(Reassert(booking.to_reassert()))
 
     def _note_refusal(self, booking: LiveBooking, refused: pb.RefusedUpdate) -> None:
         if refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
@@ -269,3 +270,8 @@ class BookingUpdates:
             log.error("booking.refused", request_id=booking.key.request_id, cause=refused.message)
             return
         self.refused.add(booking)
+
+
+def _largest(update: Update) -> int:
+    """Returns the most bytes of an update as a message."""
+    return _UPDATE_BYTES + (update.message.ByteSize() if isinstance(update, Reassert) else len(update.key[0].encode()))

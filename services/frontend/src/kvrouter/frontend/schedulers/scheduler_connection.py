@@ -11,6 +11,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 from kvrouter.net.calls import CallStreamCounts
 from kvrouter.net.tls import Tls
+from kvrouter.runtime.booking_updates import UpdateAnswer, UpdateCall
 from kvrouter.runtime.contracts import Scheduler
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.rpc import call_stream_client, remote_on_call_stream
@@ -22,8 +23,8 @@ _DESCRIPTOR = pb.DESCRIPTOR.services_by_name["SchedulerService"]
 _UPDATE = f"{_DESCRIPTOR.full_name}/UpdateBookings"
 _CLOSE = f"{_DESCRIPTOR.full_name}/CloseSession"
 
-UpdateAnswer = Callable[[pb.UpdateBookingsResponse | KvRouterError], None]
-"""Receives the response to a call with updates, or its failure. Must not block."""
+TakeAnswer = Callable[[UpdateAnswer | KvRouterError], None]
+"""Receives the answer to a call with updates, or its failure. Must not block."""
 
 
 class SchedulerConnection(Protocol):
@@ -40,7 +41,7 @@ class SchedulerConnection(Protocol):
             KvRouterError: it was not opened.
         """
 
-    def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+    def update_bookings(self, call: UpdateCall, answer: TakeAnswer) -> None:
         """Sends updates and does not wait. ``answer`` is called once, possibly before this returns."""
 
     def close_session(self, request: pb.CloseSessionRequest) -> None:
@@ -55,9 +56,7 @@ class _SchedulerObject(Scheduler, Protocol):
 
     def open_session(self, request: pb.OpenSessionRequest, *, deadline: Deadline) -> pb.OpenSessionResponse: ...
 
-    def update_bookings(
-        self, request: pb.UpdateBookingsRequest, *, deadline: Deadline
-    ) -> pb.UpdateBookingsResponse: ...
+    def apply_updates(self, call: UpdateCall) -> UpdateAnswer: ...
 
     def close_session(self, request: pb.CloseSessionRequest, *, deadline: Deadline) -> pb.CloseSessionResponse: ...
 
@@ -77,14 +76,14 @@ class LocalConnection:
         """
         return self.scheduler.open_session(request, deadline=_NEVER)
 
-    def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:
-        """Applies updates, and passes the response on."""
+    def update_bookings(self, call: UpdateCall, answer: TakeAnswer) -> None:
+        """Applies updates, and passes the answer on."""
+        answered: UpdateAnswer | KvRouterError
         try:
-            response = self.scheduler.update_bookings(request, deadline=_NEVER)
+            answered = self.scheduler.apply_updates(call)
         except KvRouterError as error:
-            answer(error)
-        else:
-            answer(response)
+            answered = error
+        answer(answered)
 
     def close_session(self, request: pb.CloseSessionRequest) -> None:
         """Closes a session."""
@@ -124,10 +123,10 @@ class StreamConnection:
         opening = self.scheduler.open_session(request, deadline=_NEVER)
         return opening if isinstance(opening, pb.OpenSessionResponse) else await opening
 
-    def update_bookings(self, request: pb.UpdateBookingsRequest, answer: UpdateAnswer) -> None:
+    def update_bookings(self, call: UpdateCall, answer: TakeAnswer) -> None:
         """Sends updates with whatever else is ready for the stream."""
         try:
-            self._client.start(_UPDATE, request.SerializeToString(), _Response(answer))
+            self._client.start(_UPDATE, call.to_message().SerializeToString(), _Response(answer))
         except KvRouterError as error:
             answer(error)
 
@@ -149,7 +148,7 @@ class StreamConnection:
 class _Response(msgspec.Struct, eq=False):
     """Receives the response of a call with updates."""
 
-    answer: UpdateAnswer
+    answer: TakeAnswer
     encoded: bytes = b""
 
     def on_response(self, encoded: bytes) -> None:
@@ -161,7 +160,7 @@ class _Response(msgspec.Struct, eq=False):
         except DecodeError:
             self.answer(Internal("the service sent a response that cannot be parsed"))
         else:
-            self.answer(response)
+            self.answer(UpdateAnswer.of(response))
 
     def on_error(self, error: KvRouterError) -> None:
         self.answer(error)

@@ -26,6 +26,7 @@ from kvrouter.frontend.schedulers.session import SelectionUnanswered, Session
 from kvrouter.net import trace_context
 from kvrouter.net.backoff import Backoff
 from kvrouter.net.calls.limits import MISSES, HeartbeatMonitor
+from kvrouter.runtime.booking_updates import Free, UpdateAnswer, UpdateCall, key_of
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing import client_call
 from kvrouter.v1 import scheduler_pb2 as pb
@@ -112,8 +113,8 @@ class SchedulerLink:
         self._monitor = HeartbeatMonitor()
         self._session: Session | None = None
         """The session, while it is open."""
-        self._sending: asyncio.Handle | None = None
-        """Sends the updates of this step of the event loop."""
+        self._is_sending = False
+        """Whether the updates of this step of the event loop are sent at its end."""
         self._is_due = False
         """Whether updates wait that are to be sent when those under way are acknowledged."""
         self._background = trace_context.background()
@@ -278,19 +279,13 @@ class SchedulerLink:
             output_tokens: Length of the output; None if that broke off, or is unknown.
             prefill_complete: Whether the prompt is computed, and ``prefill_complete`` was not called.
         """
-        freeing = self._updates.free(booking)
-        if cached_tokens is not None:
-            freeing.cached_tokens = cached_tokens
-        if lower_cached_tokens is not None:
-            freeing.lower_cached_tokens.CopyFrom(lower_cached_tokens)
-        if output_tokens is not None:
-            freeing.output_tokens = output_tokens
-        freeing.prefill_complete = prefill_complete
+        update = Free(booking.value, cached_tokens, lower_cached_tokens, output_tokens, prefill_complete)
+        self._updates.free(booking, update)
         self._schedule_send()
 
     def _release(self, key: BookingKey) -> None:
         """Frees a booking which a selection may have made."""
-        self._updates.unsent.append(pb.BookingUpdate(free=pb.FreeRequest(booking=key)))
+        self._updates.unsent.append(Free(key_of(key)))
         self._schedule_send()
 
     def _schedule_send(self) -> None:
@@ -303,16 +298,16 @@ class SchedulerLink:
             return
         self._is_due = True
         if not session.unanswered:
-            if self._sending is None:
-                self._sending = asyncio.get_running_loop().call_soon(self._flush, context=self._background)
+            if not self._is_sending:
+                self._is_sending = True
+                asyncio.get_running_loop().call_soon(self._flush, context=self._background)
         elif self._updates.overflowed:
             self._end_overflowed(session)
 
     def _flush(self) -> None:
-        if self._sending is None:
+        if not self._is_sending:
             return
-        self._sending.cancel()
-        self._sending = None
+        self._is_sending = False
         session = self._session
         if session is not None:
             if not session.unanswered:
@@ -332,11 +327,11 @@ class SchedulerLink:
             self._send_call(session, self._updates.next_call())
         session.unanswered -= 1
 
-    def _send_call(self, session: Session, request: pb.UpdateBookingsRequest) -> None:
+    def _send_call(self, session: Session, call: UpdateCall) -> None:
         session.unanswered += 1
-        session.connection.update_bookings(request, partial(self._answered, session))
+        session.connection.update_bookings(call, partial(self._answered, session))
 
-    def _answered(self, session: Session, answer: pb.UpdateBookingsResponse | KvRouterError) -> None:
+    def _answered(self, session: Session, answer: UpdateAnswer | KvRouterError) -> None:
         session.unanswered -= 1
         if session is not self._session:
             return

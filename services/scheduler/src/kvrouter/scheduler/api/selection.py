@@ -9,10 +9,11 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.runtime.tracing import current_span
 from kvrouter.scheduler.api.request_reader import RequestReader
-from kvrouter.scheduler.identifiers import Key, rank_message
+from kvrouter.scheduler.identifiers import rank_message
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.policies.interface import Wait
 from kvrouter.scheduler.queue.queued_requests import QueuedRequests

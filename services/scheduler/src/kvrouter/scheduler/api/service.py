@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
+from kvrouter.runtime.booking_updates import Free, OutputReport, PrefillComplete, UpdateAnswer, UpdateCall
 from kvrouter.runtime.contracts import Connection
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.scheduler.api.drains import Drains
@@ -62,7 +63,7 @@ class SchedulerService:
         Raises:
             BadRequest.
         """
-        return pb.MarkPrefillCompleteResponse(known=self.bookings.mark_prefill_complete(request))
+        return pb.MarkPrefillCompleteResponse(known=self.bookings.mark_prefill_complete(PrefillComplete.of(request)))
 
     async def report_output(self, request: pb.ReportOutputRequest, *, deadline: Deadline) -> pb.ReportOutputResponse:
         """Records how many tokens a booking has generated.
@@ -70,7 +71,7 @@ class SchedulerService:
         Raises:
             BadRequest.
         """
-        return pb.ReportOutputResponse(known=self.bookings.report_output(request))
+        return pb.ReportOutputResponse(known=self.bookings.report_output(OutputReport.of(request)))
 
     async def free(self, request: pb.FreeRequest, *, deadline: Deadline) -> pb.FreeResponse:
         """Ends a booking.
@@ -78,7 +79,7 @@ class SchedulerService:
         Raises:
             BadRequest.
         """
-        return pb.FreeResponse(known=self.bookings.free(request))
+        return pb.FreeResponse(known=self.bookings.free(Free.of(request)))
 
     def open_session(
         self, request: pb.OpenSessionRequest, *, deadline: Deadline, connection: Connection | None = None
@@ -96,7 +97,15 @@ class SchedulerService:
         Raises:
             BadRequest, SessionLost.
         """
-        return self.sessions.update(request)
+        return self.sessions.update(UpdateCall.of(request)).to_message()
+
+    def apply_updates(self, call: UpdateCall) -> UpdateAnswer:
+        """Applies updates as ``update_bookings``, for a caller in this process.
+
+        Raises:
+            BadRequest, SessionLost.
+        """
+        return self.sessions.update(call)
 
     def close_session(self, request: pb.CloseSessionRequest, *, deadline: Deadline) -> pb.CloseSessionResponse:
         """Closes a session. Its bookings are dropped after the grace, unless it is opened again."""

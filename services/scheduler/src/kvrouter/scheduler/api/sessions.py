@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
 import structlog
+from kvrouter.runtime.booking_updates import Free, OutputReport, PrefillComplete, Update, UpdateAnswer, UpdateCall
 from kvrouter.runtime.contracts import Connection
 from kvrouter.scheduler.bookings.ownership import SILENT_TICKS, BookingOwnership
 from kvrouter.scheduler.bookings.updates import BookingUpdates
@@ -76,28 +77,25 @@ class Sessions:
             grace_ms=round(self.grace_seconds * 1000), scheduler_id=self.scheduler_id, acknowledged=session.acknowledged
         )
 
-    def update(self, request: pb.UpdateBookingsRequest) -> pb.UpdateBookingsResponse:
+    def update(self, call: UpdateCall) -> UpdateAnswer:
         """Applies the updates not applied before. A refused one leaves the others intact.
 
         Raises:
             BadRequest: the updates have no numbers.
             SessionLost: the session is not open, or was opened again since.
         """
-        session_id = request.session_id
-        session = self.booking_ownership.check_open(session_id, request.opening_number)
-        response = pb.UpdateBookingsResponse()
-        updates = request.updates
-        if updates:
-            first, applied = request.first_number, session.acknowledged
+        session_id = call.session_id
+        session = self.booking_ownership.check_open(session_id, call.opening_number)
+        refused: list[pb.RefusedUpdate] = []
+        if call.updates:
+            first, applied = call.first_number, session.acknowledged
             _check_number("first_number", first)
             if first <= applied + 1:
-                # A copy, since the container's own iterator ends with an error, whose text takes longer than the copy.
-                for number, update in enumerate(updates[:], first):
+                for number, update in enumerate(call.updates, first):
                     if number > applied:
                         session.acknowledged = number
-                        self._apply(number, update, session_id, response)
-        response.acknowledged = session.acknowledged
-        return response
+                        self._apply(number, update, session_id, refused)
+        return UpdateAnswer(session.acknowledged, refused)
 
     def close(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
         """Closes a session, unless it was opened again since."""
@@ -110,26 +108,24 @@ class Sessions:
             log.warning("session.silent", session=session_id, seconds=SILENT_TICKS * TICK_SECONDS)
             self._close(session_id, "silent")
 
-    def _apply(
-        self, number: int, update: pb.BookingUpdate, session_id: str, response: pb.UpdateBookingsResponse
-    ) -> None:
+    def _apply(self, number: int, update: Update | None, session_id: str, refused: list[pb.RefusedUpdate]) -> None:
         bookings = self.bookings
         try:
-            if "output" in update:
-                bookings.report_output(update.output)
-            elif "free" in update:
-                bookings.free(update.free)
-            elif "prefill_complete" in update:
-                bookings.mark_prefill_complete(update.prefill_complete)
-            elif "reassert" in update:
-                bookings.reassert(update.reassert, session_id)
+            if isinstance(update, OutputReport):
+                bookings.report_output(update)
+            elif isinstance(update, Free):
+                bookings.free(update)
+            elif isinstance(update, PrefillComplete):
+                bookings.mark_prefill_complete(update)
+            elif update is not None:
+                bookings.reassert(update.message, session_id)
             else:
                 raise BadRequest("the update is empty", field="updates", advice="Set one of its fields.")
         except KvRouterError as error:
-            response.refused.append(_refused(number, error))
+            refused.append(_refused(number, error))
         except Exception:
             log.exception("booking.update_failed", session=session_id, number=number)
-            response.refused.append(_refused(number, Internal("internal error", advice="See the Scheduler's log.")))
+            refused.append(_refused(number, Internal("internal error", advice="See the Scheduler's log.")))
 
     def _connect(self, session_id: str, connection: Connection | None) -> None:
         """Records the connection on which a session was opened last."""

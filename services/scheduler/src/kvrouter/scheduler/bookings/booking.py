@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import msgspec
 from kvrouter.core import Rank
+from kvrouter.runtime.booking_updates import Key, key_message
 from kvrouter.runtime.requests import pack_sequence_hashes
-from kvrouter.scheduler.identifiers import Key, component_message, key_message, rank_message, rank_of
+from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
 from kvrouter.scheduler.load.booked_load import NOTHING, Expected
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.prompt import MAX_SEQUENCES, Prompt

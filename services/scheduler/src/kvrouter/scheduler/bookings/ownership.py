@@ -13,9 +13,10 @@ import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.bookings.table import BookingTable
-from kvrouter.scheduler.identifiers import Key, rank_of
+from kvrouter.scheduler.identifiers import rank_of
 from kvrouter.v1.errors import RequestIdReused, SessionLost
 
 _LEAST_SWEEP = 1024

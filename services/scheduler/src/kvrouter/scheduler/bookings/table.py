@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple, TypeVar
 
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.scheduler.bookings.booking import (
     Booked,
     Booking,
@@ -26,7 +27,6 @@ from kvrouter.scheduler.bookings.booking import (
     SchedulerIncarnation,
     SessionEnded,
 )
-from kvrouter.scheduler.identifiers import Key
 from kvrouter.scheduler.load.booked_load import NOTHING
 from kvrouter.v1.common_pb2 import LowerTiers
 from kvrouter.v1.names import ComponentName
@@ -59,8 +59,6 @@ class BookingTable:
         """
         self.here = here
         self._bookings: dict[Key, Booking] = {}
-        self.keys = self._bookings.keys()
-        """Keys of the live bookings."""
         self._of_sessions: dict[str, set[Key]] = {}
         # None for a key that was freed. One that was dropped with its last owner may still be booked elsewhere.
         self._gone: OrderedDict[Key, Progress | None] = OrderedDict()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvrouter.runtime.booking_updates import Free, Key, OutputReport, PrefillComplete
 from kvrouter.scheduler.bookings.booking import Booking, placement_of, replicated_booking
 from kvrouter.scheduler.bookings.ownership import BookingOwnership
 from kvrouter.scheduler.bookings.table import BookingTable
-from kvrouter.scheduler.identifiers import Key, checked_key
+from kvrouter.scheduler.identifiers import check_key, checked_key
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.v1 import scheduler_pb2 as pb
-from kvrouter.v1.common_pb2 import BookingKey
 
 
 @dataclass(eq=False)
@@ -28,31 +28,32 @@ class BookingUpdates:
     metrics: SchedulerMetrics
     clock: Callable[[], float]
 
-    def mark_prefill_complete(self, request: pb.MarkPrefillCompleteRequest) -> bool:
+    def mark_prefill_complete(self, update: PrefillComplete) -> bool:
         """Records the end of a booking's prefill. Returns whether the booking is known."""
-        booking = self._find(request.booking)
+        booking = self._find(update.key)
         if booking is not None:
-            if "handover_us" in request and not booking.prefilled:
-                _note_handover(booking, request.handover_us)
+            if update.handover_us is not None and not booking.prefilled:
+                _note_handover(booking, update.handover_us)
             self.booking_table.prefill_complete(booking)
         return booking is not None
 
-    def report_output(self, request: pb.ReportOutputRequest) -> bool:
+    def report_output(self, update: OutputReport) -> bool:
         """Records how many tokens a booking has generated. Returns whether the booking is known."""
-        booking = self._find(request.booking)
+        booking = self._find(update.key)
         if booking is not None:
-            self.booking_table.generated(booking, request.output_tokens)
+            self.booking_table.generated(booking, update.output_tokens)
         return booking is not None
 
-    def free(self, request: pb.FreeRequest) -> bool:
+    def free(self, update: Free) -> bool:
         """Releases a booking. Returns whether it was known."""
-        cached_tokens = request.cached_tokens if "cached_tokens" in request else None
+        if self.booking_table.get(update.key) is None:
+            check_key(update.key)
         booking = self.booking_table.free(
-            checked_key(request.booking, self.booking_table.keys),
-            cached_tokens=cached_tokens,
-            lower_cached_tokens=request.lower_cached_tokens if "lower_cached_tokens" in request else None,
-            output_tokens=request.output_tokens if "output_tokens" in request else None,
-            prefilled=request.prefill_complete,
+            update.key,
+            cached_tokens=update.cached_tokens,
+            lower_cached_tokens=update.lower_cached_tokens,
+            output_tokens=update.output_tokens,
+            prefilled=update.prefill_complete,
         )
         if booking is None:
             self.metrics.unknown_frees.inc()
@@ -82,8 +83,11 @@ class BookingUpdates:
         """Ends expired leases and sessions after their grace."""
         self.booking_ownership.expire(self.clock())
 
-    def _find(self, key: BookingKey) -> Booking | None:
-        return self.booking_table.find(checked_key(key, self.booking_table.keys), self.clock())
+    def _find(self, key: Key) -> Booking | None:
+        booking = self.booking_table.find(key, self.clock())
+        if booking is None:
+            check_key(key)
+        return booking
 
     def _book_again(self, key: Key, request: pb.ReassertBooking, session_id: str) -> Booking | None:
         pool = self.pools.named(request.component.namespace, request.component.name)

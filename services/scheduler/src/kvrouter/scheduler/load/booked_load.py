@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 import msgspec
 import numpy as np
 from kvrouter.core import ActiveSequences, CachedRank, CacheRecency, LatencyCalibration, Rank, Speed
-from kvrouter.scheduler.identifiers import Key
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.scheduler.load.prefill_times import PrefillTimes
 from kvrouter.scheduler.load.tier_loads import ExpectedLoad, TierLoads
 from kvrouter.scheduler.policies.interface import Amounts

@@ -92,12 +92,14 @@ class CacheHits:
         sums.requests += 1
         sums.prompt_tokens += prompt_tokens
         sums.cached_tokens += cached_tokens
-        sums.lower_cached_tokens = _sum(sums.lower_cached_tokens, lower_tokens)
+        if lower_tokens is not None:
+            sums.lower_cached_tokens = _sum(sums.lower_cached_tokens, lower_tokens)
         if predicted_tokens is not None:
             sums.predicted_prompt_tokens += prompt_tokens
             sums.predicted_cached_tokens += predicted_tokens
             sums.reachable_cached_tokens += reachable_tokens
-            sums.predicted_lower_tokens = _sum(sums.predicted_lower_tokens, predicted_lower_tokens)
+            if predicted_lower_tokens is not None:
+                sums.predicted_lower_tokens = _sum(sums.predicted_lower_tokens, predicted_lower_tokens)
 
     def of(self, rank: Rank) -> HitCounts:
         """Returns the sums of one rank."""

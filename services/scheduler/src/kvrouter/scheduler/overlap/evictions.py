@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from kvrouter.core import Rank
-from kvrouter.scheduler.identifiers import Key
+from kvrouter.runtime.booking_updates import Key
 
 _FOUND_SHARE = 0.5
 """Share of a predicted prefix that counts as found. Lengths of untokenized prompts are estimates."""

@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 import structlog
 from kvrouter.core import Rank
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.scheduler.bookings.booking import Freed, Moved, OwnerRemoved, PrefillCompleted
 from kvrouter.scheduler.bookings.table import BookingTable
-from kvrouter.scheduler.identifiers import Key, rank_message
+from kvrouter.scheduler.identifiers import rank_message
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.metrics import SchedulerMetrics, ScrapedGauges
 from kvrouter.scheduler.overlap.indexer_query import Overlaps

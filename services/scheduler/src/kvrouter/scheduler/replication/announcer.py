@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import xxhash
+from kvrouter.runtime.booking_updates import Key, key_message
 from kvrouter.scheduler.bookings.booking import (
     Booked,
     Booking,
@@ -28,7 +29,7 @@ from kvrouter.scheduler.bookings.booking import (
     add_request,
 )
 from kvrouter.scheduler.bookings.table import BookingTable
-from kvrouter.scheduler.identifiers import Key, component_message, key_message
+from kvrouter.scheduler.identifiers import component_message
 from kvrouter.scheduler.metrics import SyncMetrics
 from kvrouter.v1 import sync_pb2 as pb
 from kvrouter.v1.names import ComponentName

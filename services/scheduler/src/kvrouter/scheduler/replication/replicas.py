@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 
 import structlog
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.scheduler.bookings.booking import (
     Booked,
     Freed,
@@ -31,7 +32,7 @@ from kvrouter.scheduler.bookings.booking import (
     replicated_booking,
 )
 from kvrouter.scheduler.bookings.table import BookingTable
-from kvrouter.scheduler.identifiers import Key, checked_key
+from kvrouter.scheduler.identifiers import checked_key
 from kvrouter.scheduler.load.pools import Pools
 from kvrouter.scheduler.metrics import SyncMetrics
 from kvrouter.scheduler.replication.announcer import Announcer

@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterator
 
 from google.protobuf.message import Message
+from kvrouter.runtime.booking_updates import Key, key_message, key_of
 from kvrouter.scheduler.bookings.booking import Booking
 from kvrouter.scheduler.bookings.table import Progress
-from kvrouter.scheduler.identifiers import Key, key_message, key_of
 from kvrouter.scheduler.replication.event_log import EventLog
 from kvrouter.scheduler.replication.replicas import Replicas
 from kvrouter.v1 import sync_pb2 as pb

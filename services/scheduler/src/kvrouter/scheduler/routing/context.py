@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from kvrouter.scheduler.identifiers import Key
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.scheduler.load.pools import Pool
 from kvrouter.scheduler.request.options import RoutingOptions, Tenant
 from kvrouter.scheduler.request.prompt import Prompt

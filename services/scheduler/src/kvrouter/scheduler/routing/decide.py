@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 import structlog
 from kvrouter.core import Rank
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.runtime.tracing import Attribute
 from kvrouter.scheduler.bookings.conversations import HeldBlocks
-from kvrouter.scheduler.identifiers import Key, component_message, rank_message, rank_of
+from kvrouter.scheduler.identifiers import component_message, rank_message, rank_of
 from kvrouter.scheduler.load.booked_load import Expected
 from kvrouter.scheduler.load.tier_loads import ExpectedLoad
 from kvrouter.scheduler.overlap.indexer_query import Overlaps

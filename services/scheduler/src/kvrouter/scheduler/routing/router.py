@@ -14,11 +14,12 @@ from random import Random
 from types import MappingProxyType
 
 from kvrouter.core import Rank
+from kvrouter.runtime.booking_updates import Key
 from kvrouter.runtime.deadline import Deadline
 from kvrouter.scheduler.bookings.booking import Booking, Placement
 from kvrouter.scheduler.bookings.conversations import Conversations, HeldBlocks
 from kvrouter.scheduler.bookings.ownership import BookingFreed, BookingOwnership
-from kvrouter.scheduler.identifiers import Key, component_message, rank_message
+from kvrouter.scheduler.identifiers import component_message, rank_message
 from kvrouter.scheduler.load.pools import Pool, Pools
 from kvrouter.scheduler.metrics import SchedulerMetrics
 from kvrouter.scheduler.overlap.indexer_query import NOT_QUERIED, IndexerSource, Overlaps, ask
