@@ -37,17 +37,16 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class Echo:
-    """Answers each message with itself, if it can in the step that reads it."""
+    """Answers each message with itself."""
 
-    def __init__(self, *, at_once: bool) -> None:
+    def __init__(self) -> None:
         self.running = 0
         self.cancelled = 0
-        self._at_once = at_once
 
     async def __call__(self, _incoming: object, context: Any) -> None:
         self.running += 1
         try:
-            while (message := await self._next(context)) is not grpc.aio.EOF:
+            while (message := await context.read()) is not grpc.aio.EOF:
                 if message == b"fail":
                     context.set_trailing_metadata((("reason", "a"), ("more-bin", b"\x00\xff")))
                     await context.abort(grpc.StatusCode.ABORTED, "as you wish: 100% ü", (("reason", "a"),))
@@ -59,21 +58,6 @@ class Echo:
             raise
         finally:
             self.running -= 1
-
-    async def _next(self, context: Any) -> Any:
-        """Returns the next message that is not answered at once."""
-        if self._at_once:
-            await context.answer(self._answer)
-        return await context.read()
-
-    @staticmethod
-    def _answer(message: bytes) -> bytes | None:
-        if message == b"break":
-            raise RuntimeError("broken")
-        return None if message == b"fail" else message
-
-
-both_ways = pytest.mark.parametrize("at_once", [False, True])
 
 
 class Serving:
@@ -90,8 +74,8 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(*, at_once: bool = False) -> AsyncIterator[Serving]:
-    gate, echo = CallGate(), Echo(at_once=at_once)
+async def serving() -> AsyncIterator[Serving]:
+    gate, echo = CallGate(), Echo()
     server = LoopServer(gate)
     handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
     server.add_registered_method_handlers("test.Service", handlers)
@@ -106,9 +90,8 @@ def call(channel: grpc.aio.Channel, path: str = ECHO) -> Any:
     return channel.stream_stream(path)()
 
 
-@both_ways
-async def test_messages_of_every_size_are_answered(at_once: bool) -> None:
-    async with serving(at_once=at_once) as running, running.channel() as channel:
+async def test_messages_of_every_size_are_answered() -> None:
+    async with serving() as running, running.channel() as channel:
         echo = call(channel)
         for size in (0, 1, 5, 16_000, 20_000, 70_000, 400_000, 3_000_000):
             message = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
@@ -120,8 +103,7 @@ async def test_messages_of_every_size_are_answered(at_once: bool) -> None:
         assert running.server.received.bytes == 0
 
 
-@both_ways
-async def test_many_calls_share_a_connection(at_once: bool) -> None:
+async def test_many_calls_share_a_connection() -> None:
     async def one(channel: grpc.aio.Channel, number: int) -> None:
         echo = call(channel)
         for _ in range(20):
@@ -130,14 +112,13 @@ async def test_many_calls_share_a_connection(at_once: bool) -> None:
         await echo.done_writing()
         assert await echo.code() is grpc.StatusCode.OK
 
-    async with serving(at_once=at_once) as running, running.channel() as channel:
+    async with serving() as running, running.channel() as channel:
         await asyncio.gather(*(one(channel, number) for number in range(1, 100)))
         assert running.echo.running == 0
 
 
-@both_ways
-async def test_a_status_reaches_the_client_with_its_details(at_once: bool) -> None:
-    async with serving(at_once=at_once) as running, running.channel() as channel:
+async def test_a_status_reaches_the_client_with_its_details() -> None:
+    async with serving() as running, running.channel() as channel:
         echo = call(channel)
         await echo.write(b"first")
         assert await echo.read() == b"first"
@@ -150,9 +131,8 @@ async def test_a_status_reaches_the_client_with_its_details(at_once: bool) -> No
         assert await call(channel, "/test.Service/Other").code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@both_ways
-async def test_a_call_that_its_client_leaves_is_cancelled(at_once: bool) -> None:
-    async with serving(at_once=at_once) as running, running.channel() as channel:
+async def test_a_call_that_its_client_leaves_is_cancelled() -> None:
+    async with serving() as running, running.channel() as channel:
         echo = call(channel)
         await echo.write(b"first")
         await echo.read()
@@ -181,9 +161,8 @@ async def test_messages_that_cannot_be_taken_end_their_call_only(monkeypatch: py
         assert await good.read() == b"second"
 
 
-@both_ways
-async def test_a_call_waits_for_a_client_that_does_not_read(at_once: bool) -> None:
-    async with serving(at_once=at_once) as running, hostile_peer(running.address, reads=False) as peer:
+async def test_a_call_waits_for_a_client_that_does_not_read() -> None:
+    async with serving() as running, hostile_peer(running.address, reads=False) as peer:
         stream = peer.open(ECHO)
         for _ in range(15):
             peer.data(stream, message_head(16_000) + bytes(16_000))
@@ -315,9 +294,7 @@ async def test_handlers_see_metadata_and_time() -> None:
 
 async def test_one_port_serves_both_families() -> None:
     server = LoopServer(CallGate())
-    server.add_registered_method_handlers(
-        "test.Service", {"Echo": grpc.stream_stream_rpc_method_handler(Echo(at_once=False))}
-    )
+    server.add_registered_method_handlers("test.Service", {"Echo": grpc.stream_stream_rpc_method_handler(Echo())})
     port = await server.start("0.0.0.0:0")
     try:
         for host in ("127.0.0.1", "[::1]") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
