@@ -1,5 +1,6 @@
 //! Load that requests in flight put on ranks: counted as they come and go, never counted over.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -169,12 +170,15 @@ impl Sequences {
 
     /// Adds a booking.
     pub fn book(&mut self, request: Request<'_>) -> Booked {
-        if self.bookings.contains_key(&request.key) || self.freed.contains(&request.key) {
+        if self.freed.contains(&request.key) {
             return Booked::Known;
         }
+        let bookings = self.bookings.len();
+        let key = Arc::new(request.key);
+        let Entry::Vacant(booking) = self.bookings.entry(Arc::clone(&key)) else { return Booked::Known };
         let Some(rank) = request.rank else { return Booked::UnknownRank };
         let Some(slot) = self.slots.get(&rank).copied() else { return Booked::UnknownRank };
-        if self.bookings.len() >= self.max_bookings {
+        if bookings >= self.max_bookings {
             return Booked::Full;
         }
         let shared = match request.blocks {
@@ -198,7 +202,6 @@ impl Sequences {
             pieces,
         };
         self.booked += 1;
-        let key = Arc::new(request.key);
         let prompts = self.loads.change(slot, |load| {
             load.shared_blocks += gained;
             load.private_blocks += live.private_blocks(self.block_size);
@@ -208,11 +211,11 @@ impl Sequences {
                 load.begin_prompt(live.order, live.prefill_tokens, request.now);
             }
             load.peaks.1 = load.peaks.1.max(load.sequences);
-            load.live.insert(live.order, Arc::clone(&key));
+            load.live.insert(live.order, key);
             load.prompts.len()
         });
-        self.time_in_flight.count(self.bookings.len(), request.now);
-        self.bookings.insert(key, live);
+        self.time_in_flight.count(bookings, request.now);
+        booking.insert(live);
         Booked::Yes(prompts.unwrap_or_default())
     }
 
@@ -288,10 +291,10 @@ impl Sequences {
 
     /// Frees a booking and adds a tombstone for its key. Returns its rank if it was live.
     pub fn free(&mut self, key: Arc<Key>, now: f64) -> Option<Name> {
-        if self.bookings.contains_key(&key) {
-            self.time_in_flight.end(self.bookings.len(), now);
-        }
-        self.end(key, now)
+        let bookings = self.bookings.len();
+        let rank = self.end(key, now)?;
+        self.time_in_flight.end(bookings, now);
+        Some(rank)
     }
 
     fn end(&mut self, key: Arc<Key>, now: f64) -> Option<Name> {

@@ -23,6 +23,9 @@ impl<K: Hash + Eq> Tombstones<K> {
 
     /// Makes a key the newest one, and drops the oldest if there are too many.
     pub fn put(&mut self, key: Arc<K>) {
+        if self.most == 0 {
+            return;
+        }
         self.put += 1;
         if let Some(before) = self.by_key.insert(Arc::clone(&key), self.put) {
             self.order.remove(&before);
