@@ -229,7 +229,8 @@ impl ActiveBlocks {
         keys.truncate(self.by_hash.absent(&keys, is_same));
         let group = self.groups.add(Group::default(), u32::MAX)?;
         let new = (0u32..).zip(hashes).take(keys.len()).map(|(at, hash)| Block { hash: *hash, group, at });
-        let ids: Vec<u32> = new.map_while(|block| self.blocks.add(block, u32::MAX)).collect();
+        let mut ids: Vec<u32> = Vec::with_capacity(keys.len());
+        ids.extend(new.map_while(|block| self.blocks.add(block, u32::MAX)));
         keys.iter_mut().zip(&ids).for_each(|((_, to), id)| *to = *id);
         let (blocks, secret) = (&self.blocks, self.secret);
         let is_whole = ids.len() == keys.len()
