@@ -68,6 +68,11 @@ def _piece(body: bytes, *, ends: bool = False) -> bytes:
     return _sent(response_body=HttpBody(body=body, end_of_stream=ends))
 
 
+async def _run(exchanged: exchange.Exchange) -> None:
+    assert await exchanged.open()
+    await exchanged.run()
+
+
 async def _pass() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
@@ -91,7 +96,7 @@ async def test_pieces_of_an_early_response_keep_their_order(
 
     call.parse, call.serialize = ProcessingRequest.FromString, serialized
     picker: Any = SimpleNamespace(settings=SimpleNamespace(request_timeout_seconds=5.0))
-    running = asyncio.create_task(exchange.Exchange(call, picker, MagicMock()).run(lambda _has_caller: None))
+    running = asyncio.create_task(_run(exchange.Exchange(call, picker, MagicMock())))
     for sent in (
         _sent(request_headers=HttpHeaders(), protocol_config=_MODES),
         _sent(response_headers=HttpHeaders()),

@@ -152,6 +152,11 @@ class ReceivedCall:
             self._deadline = connection.loop.time() + int(timeout[1]) * _UNIT_SECONDS[timeout[2]]
             self._timer = connection.loop.call_at(self._deadline, self._expire)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``read`` returns a message at once."""
+        return bool(self._messages) and not isinstance(self._messages[0], Compressed)
+
     async def read(self) -> Any:
         """Returns the next message; grpc.aio.EOF if the client sends no more."""
         assert self._waiter is None, "one task reads a call"  # noqa: S101

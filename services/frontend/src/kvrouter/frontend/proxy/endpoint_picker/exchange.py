@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -68,14 +68,18 @@ class _GatewayLeft(Exception):
 
 
 class Exchange:
-    """One request and its response. Call ``run`` once."""
+    """One request and its response. Call ``open`` first, and ``run`` once."""
 
     def __init__(self, context: ReceivedCall, picker: Picker, metrics: PickerMetrics) -> None:
         self._context = context
         self._metrics = metrics
         self._request = GatewayRequest(picker)
         self._timeout_seconds = picker.settings.request_timeout_seconds
-        self._begun = False
+        self.has_headers = False
+        """Whether the first message has the request's headers."""
+        self._first: ProcessingRequest | None = None
+        """The first message, until ``run`` processes it."""
+        self._headers_error: KvRouterError | None = None
         self._refused = False
         self._freed = False
         self._response = EngineResponse(is_stream=False)
@@ -86,25 +90,44 @@ class Exchange:
         self._keeps_body = False
         self._reading: asyncio.Task[Any] | None = None
 
-    async def run(self, began: Callable[[bool], None]) -> None:
-        """Processes the request until its stream ends.
+    async def open(self) -> bool:
+        """Reads the first message. Returns whether it has headers with a credential that counts.
 
-        Args:
-            began: Called when the headers have been read, with whether they have a credential that counts.
+        Raises:
+            KvRouterError: as for ``run``.
+        """
+        if self._first is None and (message := await self._read()) is not None:
+            self._first = message
+            self.has_headers = _HEADERS in message
+            if self.has_headers:
+                self._check_modes(message)
+                try:
+                    self._request.begin(message)
+                except KvRouterError as error:
+                    self._headers_error = error
+                except BaseException:
+                    self._free()
+                    raise
+        return self.has_headers and self._request.has_caller
+
+    async def run(self) -> None:
+        """Processes the request until its stream ends.
 
         Raises:
             KvRouterError: the gateway or its configuration does not fit the protocol.
         """
         try:
-            while (message := await self._read()) is not None:
+            message, self._first = self._first, None
+            if message is not None and self.has_headers:
+                await self._answer_headers(message)
+                message = await self._read()
+            while message is not None:
                 kind = message.WhichOneof("request")
                 # A gateway may answer by itself, and show only the response.
-                if (kind == _HEADERS) == self._begun and kind in _OF_REQUEST:
+                if kind == _HEADERS or (kind in _OF_REQUEST and not self.has_headers):
                     raise BadRequest("expected the headers of one request before its body")
                 await self._process(kind, message)
-                if kind == _HEADERS:
-                    self._begun = True
-                    began(self._request.has_caller)
+                message = await self._read()
         except _GatewayLeft:
             self._metrics.requests.labels(code="CANCELLED").inc()
         finally:
@@ -124,13 +147,10 @@ class Exchange:
     async def _process(self, kind: str | None, message: ProcessingRequest) -> None:
         if self._refused:
             return  # What the gateway sent before it got the refusal.
-        if "protocol_config" in message:
-            self._check_modes(message)
+        self._check_modes(message)
         match kind:
             case "response_body":
                 await self._context.write(self._pass_on(message.response_body))
-            case "request_headers":
-                await self._begin(message)
             case "request_body":
                 await self._take(message.request_body)
             case "request_trailers":
@@ -146,6 +166,8 @@ class Exchange:
                 raise BadRequest("expected headers, a body or trailers, received a message with none of them")
 
     def _check_modes(self, message: ProcessingRequest) -> None:
+        if "protocol_config" not in message:
+            return
         modes = message.protocol_config
         # A body that is not sent would be waited for until the gateway's time is over.
         sends_body = not message.request_headers.end_of_stream
@@ -165,9 +187,10 @@ class Exchange:
                 advice="Correct processing_mode of the gateway's ext_proc filter.",
             )
 
-    async def _begin(self, message: ProcessingRequest) -> None:
+    async def _answer_headers(self, message: ProcessingRequest) -> None:
         try:
-            self._request.begin(message)
+            if self._headers_error is not None:
+                raise self._headers_error
             if message.request_headers.end_of_stream:
                 await self._send_to(*self._request.any_endpoints())
             elif self._keeps_body:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
@@ -84,25 +84,24 @@ class EndpointPickerService(ExternalProcessorServicer):  # type: ignore[misc]  #
 
     async def _exchange(self, context: ReceivedCall) -> bool:
         """Processes a request. Returns False if its stream was ended because it brought no caller in time."""
-        timeout = asyncio.timeout(_OPENING_SECONDS)
-        with ExitStack() as opening:
-
-            def began(has_caller: bool) -> None:
-                if has_caller:
-                    self._conduct.admitted(context)
-                    timeout.reschedule(None)
-                    opening.close()
-                else:
-                    self._conduct.without_credential(context)
-
+        exchange = Exchange(context, self._picker, self._metrics)
+        # Headers that came with the call take no time that needs a limit.
+        if not (context.is_ready and await exchange.open()):
+            timeout = asyncio.timeout(_OPENING_SECONDS)
             try:
                 async with timeout:
-                    opening.enter_context(self.opening.running(timeout))
-                    await Exchange(context, self._picker, self._metrics).run(began)
+                    with self.opening.running(timeout):
+                        if not await exchange.open():
+                            if exchange.has_headers:
+                                self._conduct.without_credential(context)
+                            await exchange.run()
+                            return True
             except TimeoutError:
                 if not timeout.expired():
                     raise
                 return False
+        self._conduct.admitted(context)
+        await exchange.run()
         return True
 
 
