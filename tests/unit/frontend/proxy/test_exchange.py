@@ -90,11 +90,15 @@ async def test_pieces_of_an_early_response_keep_their_order(
     calls.receive(PREFACE + settings({}) + frame(Kind.HEADERS, block, flags=END_HEADERS, stream=1))
     call, answered = begun[0], []
 
-    def serialized(message: ProcessingResponse) -> bytes:
-        answered.append(message.response_body.response.body_mutation.streamed_response.body)
-        return message.SerializeToString()
+    write = ReceivedCall.write
 
-    call.parse, call.serialize = ProcessingRequest.FromString, serialized
+    async def written(call: ReceivedCall, message: bytes) -> None:
+        answer = ProcessingResponse.FromString(message)
+        answered.append(answer.response_body.response.body_mutation.streamed_response.body)
+        await write(call, message)
+
+    monkeypatch.setattr(ReceivedCall, "write", written)
+    call.parse = ProcessingRequest.FromString
     picker: Any = SimpleNamespace(settings=SimpleNamespace(request_timeout_seconds=5.0))
     running = asyncio.create_task(_run(exchange.Exchange(call, picker, MagicMock())))
     for sent in (

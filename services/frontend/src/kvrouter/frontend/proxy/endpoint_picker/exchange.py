@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest, ProcessingResponse
+from envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody, ProcessingRequest
 from kvrouter.core import PassedStream
 from kvrouter.engines.fields import NEVER_QUOTED
 from kvrouter.frontend.edge.event_stream import STREAM_TYPE
@@ -72,6 +72,7 @@ class Exchange:
 
     def __init__(self, context: ReceivedCall, picker: Picker, metrics: PickerMetrics) -> None:
         self._context = context
+        context.serialize = None  # The answers are encoded.
         self._metrics = metrics
         self._request = GatewayRequest(picker)
         self._timeout_seconds = picker.settings.request_timeout_seconds
@@ -156,12 +157,12 @@ class Exchange:
             case "request_trailers":
                 if not self._keeps_body:
                     await self._route(end_of_stream=False)
-                await self._context.write(responses.request_trailers())
+                await self._context.write(responses.REQUEST_TRAILERS)
             case "response_headers":
                 await self._begin_response(message)
             case "response_trailers":
                 self._end()
-                await self._context.write(responses.response_trailers())
+                await self._context.write(responses.RESPONSE_TRAILERS)
             case _:
                 raise BadRequest("expected headers, a body or trailers, received a message with none of them")
 
@@ -194,7 +195,7 @@ class Exchange:
             if message.request_headers.end_of_stream:
                 await self._send_to(*self._request.any_endpoints())
             elif self._keeps_body:
-                await self._context.write(responses.request_headers())
+                await self._context.write(responses.REQUEST_HEADERS)
         except KvRouterError as error:
             await self._refuse(error)
 
@@ -304,7 +305,7 @@ class Exchange:
             pick.responded(tokens, is_stream=True)
         stream.limit = pick.booking.room - pick.output_tokens
 
-    def _pass_on(self, piece: HttpBody) -> ProcessingResponse:
+    def _pass_on(self, piece: HttpBody) -> bytes:
         self._count_passed()
         body, ends, response = piece.body, piece.end_of_stream, self._response
         passed = response.take(body, ends=ends)

@@ -1,16 +1,17 @@
 """Messages to the gateway, and headers and metadata in its own.
 
-Messages are built in place: one that is passed to the constructor of another is encoded and decoded.
+Messages to the gateway are returned encoded. Only what differs between requests is encoded for each of them.
 
 Metadata of the endpoint picker protocol says which endpoints may serve, which should, and which one did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 
 import msgspec
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValueOption, Metadata
+from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption, Metadata
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from google.protobuf.duration_pb2 import Duration
@@ -26,6 +27,8 @@ _SERVED = "x-gateway-destination-endpoint-served"
 _FILTER = "envoy.filters.http.ext_proc"
 _CODE_DETAILS = "response.code_details"
 _REPLACES = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_AFTER_VALUE: bytes = HeaderValueOption(append_action=_REPLACES).SerializeToString()
+"""What follows the value in an encoded header."""
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _SUBSET = "x-gateway-destination-endpoint-subset"
 
@@ -68,70 +71,68 @@ def header_list(headers: HeaderMap) -> list[tuple[str, str]]:
     ]
 
 
+# Tags of the fields of a ProcessingResponse, and of those within them.
+_REQUEST_HEADERS, _RESPONSE_HEADERS, _REQUEST_BODY = b"\x0a", b"\x12", b"\x1a"
+_RESPONSE, _HEADER_MUTATION = b"\x0a", b"\x12"
+_CLEAR_ROUTE_CACHE: bytes = pb.CommonResponse(clear_route_cache=True).SerializeToString()
+
 MAX_PIECE_BYTES = 62 << 10
 """Maximum size of a piece of a body in one message, as Envoy recommends: below 64 KiB."""
 
 
-def route(
-    endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str]
-) -> pb.ProcessingResponse:
+def route(endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Collection[str]) -> bytes:
     """Answers the request's headers: names the endpoints, and sets and removes further headers for the engine."""
-    answer = pb.ProcessingResponse()
-    _set_route(answer, answer.request_headers.response, endpoints, headers, removed_headers)
-    return answer
+    return _routed(_REQUEST_HEADERS, endpoints, headers, removed_headers)
 
 
 def route_whole(
-    endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Iterable[str], body: bytes | None
-) -> pb.ProcessingResponse:
+    endpoints: Sequence[str], headers: Mapping[str, str], removed_headers: Collection[str], body: bytes | None
+) -> bytes:
     """Does the same as the answer to a body the gateway has kept; ``body`` replaces it, None for no change."""
-    changed = {} if body is None else {"content-length": str(len(body))}
-    answer = pb.ProcessingResponse()
-    common = answer.request_body.response
-    _set_route(answer, common, endpoints, {**headers, **changed}, removed_headers)
-    if body is not None:
-        common.body_mutation.body = body
-    return answer
+    if body is None:
+        return _routed(_REQUEST_BODY, endpoints, headers, removed_headers)
+    changed = {**headers, "content-length": str(len(body))}
+    mutation = pb.CommonResponse(body_mutation=pb.BodyMutation(body=body)).SerializeToString()
+    return _routed(_REQUEST_BODY, endpoints, changed, removed_headers, mutation)
 
 
-def request_body(body: bytes | bytearray, *, end_of_stream: bool) -> list[pb.ProcessingResponse]:
+def request_body(body: bytes | bytearray, *, end_of_stream: bool) -> list[bytes]:
     """Returns the messages that pass a whole request body on, in pieces; without its end if trailers follow."""
     pieces = [bytes(body[start : start + MAX_PIECE_BYTES]) for start in range(0, len(body), MAX_PIECE_BYTES)] or [b""]
     answers = [pb.ProcessingResponse() for _ in pieces]
     for answer, piece in zip(answers, pieces, strict=True):
         _stream(answer.request_body, piece, end_of_stream=end_of_stream and answer is answers[-1])
-    return answers
+    return [answer.SerializeToString() for answer in answers]
 
 
-def request_headers() -> pb.ProcessingResponse:
-    """Lets the gateway go on with the body, which it keeps together with the headers."""
-    return pb.ProcessingResponse(request_headers=pb.HeadersResponse())
+REQUEST_HEADERS: bytes = pb.ProcessingResponse(request_headers=pb.HeadersResponse()).SerializeToString()
+"""Lets the gateway go on with the body, which it keeps together with the headers."""
+REQUEST_TRAILERS: bytes = pb.ProcessingResponse(request_trailers=pb.TrailersResponse()).SerializeToString()
+"""Passes the request's trailers on."""
+RESPONSE_TRAILERS: bytes = pb.ProcessingResponse(response_trailers=pb.TrailersResponse()).SerializeToString()
+"""Passes the response's trailers on."""
 
 
-def more_time(seconds: float) -> pb.ProcessingResponse:
+def more_time(seconds: float) -> bytes:
     """Tells the gateway the answer to its message takes up to so many seconds."""
     timeout = Duration()
     timeout.FromMilliseconds(int(seconds * 1000))
-    return pb.ProcessingResponse(override_message_timeout=timeout)
+    return _encoded(pb.ProcessingResponse(override_message_timeout=timeout))
 
 
-def request_trailers() -> pb.ProcessingResponse:
-    """Passes the request's trailers on."""
-    return pb.ProcessingResponse(request_trailers=pb.TrailersResponse())
-
-
-def response_headers(headers: Mapping[str, str], removed_headers: Iterable[str] = ()) -> pb.ProcessingResponse:
+def response_headers(headers: Mapping[str, str], removed_headers: Collection[str] = ()) -> bytes:
     """Passes the response's headers on, with further ones for the client, and without those removed."""
-    answer = pb.ProcessingResponse()
-    _change_headers(answer.response_headers.response.header_mutation, headers, removed_headers)
-    return answer
+    mutation = _field(_HEADER_MUTATION, _header_mutation(headers, removed_headers))
+    return _field(_RESPONSE_HEADERS, _field(_RESPONSE, mutation))
 
 
-_UNCHANGED = pb.ProcessingResponse(response_body=pb.BodyResponse(response=pb.CommonResponse()))
+_UNCHANGED: bytes = pb.ProcessingResponse(
+    response_body=pb.BodyResponse(response=pb.CommonResponse())
+).SerializeToString()
 """Passes a piece of the response on as it is."""
 
 
-def response_body(piece: bytes, *, is_changed: bool, end_of_stream: bool, full_duplex: bool) -> pb.ProcessingResponse:
+def response_body(piece: bytes, *, is_changed: bool, end_of_stream: bool, full_duplex: bool) -> bytes:
     """Passes a piece of the response on. Unless the gateway waits for every piece, only changed ones are sent back."""
     if not (full_duplex or is_changed):
         return _UNCHANGED
@@ -140,26 +141,25 @@ def response_body(piece: bytes, *, is_changed: bool, end_of_stream: bool, full_d
         _stream(answer.response_body, piece, end_of_stream=end_of_stream)
     else:
         answer.response_body.response.body_mutation.body = piece
-    return answer
+    return _encoded(answer)
 
 
-def response_trailers() -> pb.ProcessingResponse:
-    """Passes the response's trailers on."""
-    return pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
-
-
-def refusal(error: KvRouterError, request_id: str) -> pb.ProcessingResponse:
+def refusal(error: KvRouterError, request_id: str) -> bytes:
     """Ends the request with an error in the format of the OpenAI API."""
     status, body, headers = error_body(error)
+    added = {"content-type": "application/json", REQUEST_ID_HEADER: request_id} | headers
     answer = pb.ProcessingResponse()
     immediate = answer.immediate_response
     immediate.status.code = status
-    _change_headers(
-        immediate.headers, {"content-type": "application/json", REQUEST_ID_HEADER: request_id} | headers, ()
-    )
+    immediate.headers.MergeFromString(_header_mutation(added, ()))
     immediate.body = msgspec.json.encode(body)
     immediate.details = f"kvrouter_{error.code.name.lower()}"
-    return answer
+    return _encoded(answer)
+
+
+def _encoded(answer: pb.ProcessingResponse) -> bytes:
+    encoded: bytes = answer.SerializeToString()
+    return encoded
 
 
 def _stream(body: pb.BodyResponse, piece: bytes, *, end_of_stream: bool) -> None:
@@ -167,23 +167,50 @@ def _stream(body: pb.BodyResponse, piece: bytes, *, end_of_stream: bool) -> None
     streamed.body, streamed.end_of_stream = piece, end_of_stream
 
 
-def _set_route(
-    answer: pb.ProcessingResponse,
-    common: pb.CommonResponse,
+def _routed(
+    tag: bytes,
     endpoints: Sequence[str],
     headers: Mapping[str, str],
-    removed_headers: Iterable[str],
-) -> None:
+    removed: Collection[str],
+    body_mutation: bytes = b"",
+) -> bytes:
     named = ",".join(endpoints)
-    _change_headers(common.header_mutation, {DESTINATION: named, **headers}, removed_headers)
-    common.clear_route_cache = True
+    mutation = _field(_HEADER_MUTATION, _header_mutation({DESTINATION: named, **headers}, removed))
+    common = _field(_RESPONSE, mutation + body_mutation + _CLEAR_ROUTE_CACHE)
+    return _field(tag, common) + _destination_metadata(named)
+
+
+@lru_cache(1024)
+def _destination_metadata(named: str) -> bytes:
+    answer = pb.ProcessingResponse()
     answer.dynamic_metadata.fields[_LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = named
+    return _encoded(answer)
 
 
-def _change_headers(mutation: pb.HeaderMutation, added: Mapping[str, str], removed: Iterable[str]) -> None:
-    mutation.SetInParent()
+def _header_mutation(added: Mapping[str, str], removed: Collection[str]) -> bytes:
+    parts: list[bytes] = []
     for name, value in added.items():
-        option = mutation.set_headers.add(append_action=_REPLACES)
-        header = option.header
-        header.key, header.raw_value = name.lower(), value.encode()
-    mutation.remove_headers.extend(removed)
+        encoded = value.encode()
+        parts += (_before_value(name, len(encoded)), encoded, _AFTER_VALUE)
+    if removed:
+        parts.append(pb.HeaderMutation(remove_headers=removed).SerializeToString())
+    return b"".join(parts)
+
+
+@lru_cache(1024)
+def _before_value(name: str, value_bytes: int) -> bytes:
+    """Returns what precedes a value of that size in an encoded header."""
+    header = HeaderValue(key=name.lower(), raw_value=bytes(value_bytes))
+    option = HeaderValueOption(header=header, append_action=_REPLACES)
+    encoded: bytes = pb.HeaderMutation(set_headers=[option]).SerializeToString()
+    return encoded[: len(encoded) - value_bytes - len(_AFTER_VALUE)]
+
+
+def _field(tag: bytes, content: bytes) -> bytes:
+    """Returns a field of bytes or a message, encoded."""
+    size, length = len(content), bytearray()
+    while size > 0x7F:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    length.append(size)
+    return b"".join((tag, length, content))
