@@ -90,3 +90,12 @@ async def test_a_stream_is_one_request(gateway: Gateway) -> None:
 
 async def test_a_gateway_may_show_a_response_of_its_own(gateway: Gateway) -> None:
     assert await gateway.stream().respond(b"from the gateway") == b""  # It passes unchanged.
+
+
+async def test_headers_of_a_request_come_before_its_response(gateway: Gateway) -> None:
+    await gateway.add_engine(1)
+    stream = gateway.stream()
+    await stream.send(response_headers=HttpHeaders(headers=headers()))
+    await stream.receive()
+    await stream.send(request_headers=HttpHeaders(headers=headers()), protocol_config=MODES)
+    assert await stream.call.code() is grpc.StatusCode.INVALID_ARGUMENT
