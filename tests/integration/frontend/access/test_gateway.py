@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 from kvrouter.devtools.system.ports import free_port
 from kvrouter.engines.fields import HARMLESS, INTERNAL, ROUTED
+from kvrouter.frontend.proxy.endpoint_picker import server
 from kvrouter.publisher.worker import WorkerConfig, running
 from kvrouter.v1.names import ComponentName
 
@@ -143,6 +144,13 @@ async def test_a_gateways_client_sees_no_transfer_parameters(gateway: Gateway, k
 async def refused_for_ever(channel: grpc.aio.Channel) -> None:
     while True:
         assert (await GatewayStream(channel).refused(BODY, sent=PATH))[0] == 401
+
+
+async def test_a_refused_request_s_stream_ends(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_OPENING_SECONDS", 0.1)
+    stream = GatewayStream(gateway.channel)
+    assert (await stream.refused(BODY, sent=PATH))[0] == 401
+    assert await stream.call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_a_peer_that_floods_with_requests_without_a_key_is_disconnected(gateway: Gateway, keys: Keys) -> None:

@@ -175,16 +175,18 @@ def _routed(
     body_mutation: bytes = b"",
 ) -> bytes:
     named = ",".join(endpoints)
+    destination = named.encode()
     mutation = _field(_HEADER_MUTATION, _header_mutation({DESTINATION: named, **headers}, removed))
     common = _field(_RESPONSE, mutation + body_mutation + _CLEAR_ROUTE_CACHE)
-    return _field(tag, common) + _destination_metadata(named)
+    return b"".join((_field(tag, common), _before_destination(len(destination)), destination))
 
 
 @lru_cache(1024)
-def _destination_metadata(named: str) -> bytes:
+def _before_destination(value_bytes: int) -> bytes:
+    """Returns what precedes endpoints of that size in encoded metadata, whose last bytes they are."""
     answer = pb.ProcessingResponse()
-    answer.dynamic_metadata.fields[_LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = named
-    return _encoded(answer)
+    answer.dynamic_metadata.fields[_LB_NAMESPACE].struct_value.fields[DESTINATION].string_value = "x" * value_bytes
+    return _encoded(answer)[: -value_bytes or None]
 
 
 def _header_mutation(added: Mapping[str, str], removed: Collection[str]) -> bytes:
