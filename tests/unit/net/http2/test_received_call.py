@@ -18,12 +18,14 @@ from kvrouter.net.http2.frames import (
     END_HEADERS,
     END_STREAM,
     HEADER_BYTES,
+    MAX_31_BITS,
     PREFACE,
     Kind,
     Setting,
     frame,
     read_frame_header,
     settings,
+    window_update,
 )
 from kvrouter.net.http2.received_call import WINDOW_BYTES, Received, ReceivedCall
 from kvrouter.net.http2.received_calls import ReceivedCalls
@@ -32,11 +34,13 @@ from kvrouter.net.http2.side import Flood
 from .http2_server import data, headers, prefixed
 
 
-def _opened(window: int) -> tuple[ReceivedCalls, ReceivedCall]:
+def _opened(window: int, *, is_answered: bool = True) -> tuple[ReceivedCalls, ReceivedCall]:
     begun: list[ReceivedCall] = []
     calls = ReceivedCalls(Received(), begun.append)
     block = headers((":path", "/a.B/C"), flags=END_HEADERS)
     calls.receive(PREFACE + settings({Setting.INITIAL_WINDOW_SIZE: window}) + block)
+    if is_answered:
+        begun[0]._begin()
     return calls, begun[0]
 
 
@@ -108,6 +112,46 @@ async def test_a_window_that_becomes_narrower_counts_for_answers() -> None:
     reader = _Reader(calls, call)
     assert await reader.receive(data(_PIECE)) == _ANSWER
     calls.receive(settings({Setting.INITIAL_WINDOW_SIZE: len(_ANSWER)}))
+    assert await reader.receive(data(_PIECE)) == b""
+    assert await reader.reading == _PIECE[5:]
+
+
+async def test_an_update_of_a_full_window_counts_answers() -> None:
+    calls, call = _opened(window=MAX_31_BITS)
+    reader = _Reader(calls, call, limit=1 << 20)
+    for _ in range(5):
+        assert await reader.receive(data(_PIECE)) == _ANSWER
+        calls.receive(window_update(1, len(_ANSWER)))
+    assert call.window == MAX_31_BITS
+    reader.reading.cancel()
+
+
+@pytest.mark.parametrize(
+    "update",
+    [window_update(1, 2 * len(_ANSWER)), settings({Setting.INITIAL_WINDOW_SIZE: 4 * len(_ANSWER)})],
+    ids=["stream", "settings"],
+)
+async def test_a_window_that_becomes_wider_has_room_for_answers(update: bytes) -> None:
+    calls, call = _opened(window=2 * len(_ANSWER))
+    reader = _Reader(calls, call, limit=1 << 20)
+    assert await reader.receive(data(_PIECE)) == _ANSWER
+    calls.receive(update)
+    assert await reader.receive(data(_PIECE) * 4) == _ANSWER * 3
+    assert await reader.reading == _PIECE[5:]
+    assert call.window == 0
+
+
+async def test_an_update_answers_no_pieces_when_nobody_reads() -> None:
+    reader = _Reader(*_opened(window=1_000))
+    await reader.receive()
+    reader.reading.cancel()
+    await reader.receive()
+    assert await reader.receive(window_update(1, 1), data(_PIECE)) == b""
+    assert await reader.call.read() == _PIECE[5:]
+
+
+async def test_no_piece_is_answered_before_the_headers() -> None:
+    reader = _Reader(*_opened(window=1_000, is_answered=False))
     assert await reader.receive(data(_PIECE)) == b""
     assert await reader.reading == _PIECE[5:]
 

@@ -180,9 +180,6 @@ class Http2Call(Http2Side):
         self.on_messages(messages)
         return len(messages) * _ITEMS_OF_MESSAGE
 
-    def _pass_pieces(self, buffer: bytes, position: int) -> tuple[int, int]:  # noqa: ARG002 - a client has none
-        return 0, 0
-
     def _check_opening(self, stream: int) -> None:
         if stream != _STREAM:
             raise Http2Violation(f"received headers on stream {stream}, which was not opened")

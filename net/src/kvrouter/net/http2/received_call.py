@@ -16,7 +16,7 @@ from kvrouter.net.http2.compression import COMPRESSIONS, NOT_DECOMPRESSED, decom
 from kvrouter.net.http2.frames import END_HEADERS, END_STREAM, LEAST_MAX_FRAME_BYTES, Kind, frame, window_update
 from kvrouter.net.http2.metadata import AnyMetadata, encoded_status, metadata_of
 from kvrouter.net.http2.options import MAX_MESSAGE_BYTES
-from kvrouter.net.http2.side import Compressed, Http2Violation, MessageReader, MessageTooLong, prefix
+from kvrouter.net.http2.side import Compressed, Http2Violation, MessageReader, MessageTooLong, prefix, widened
 
 if TYPE_CHECKING:
     from kvrouter.net.http2.received_calls import ReceivedCalls
@@ -196,6 +196,18 @@ class ReceivedCall:
             self._unallowed += received
             self.window -= sent
 
+    def widen(self, more: int) -> None:
+        """Adds to the bytes the client accepts; ``more`` may be negative.
+
+        Raises:
+            Http2Violation: they become too many.
+        """
+        is_passing = self.number in self.connection.streams
+        self.settle()
+        self.window = widened(self.window, more)
+        if is_passing:
+            self._pass_pieces()
+
     def go_on(self) -> None:
         """Takes what its stream, which is due, has taken, and answers further pieces."""
         self.settle()
@@ -204,7 +216,8 @@ class ReceivedCall:
         self._pass_pieces()
 
     def _pass_pieces(self) -> None:
-        if self._stream is not None and not (self.unsent or self._reader.begun or self.is_over):
+        is_ready = self._has_begun and not (self.unsent or self._reader.begun or self.is_over)
+        if self._stream is not None and is_ready:
             self._stream.begin(self._window_bytes // 2 - self._unallowed, self.window)
             self.connection.streams[self.number] = self._stream
 

@@ -30,7 +30,6 @@ from kvrouter.net.http2.side import (
     Http2Side,
     Http2Violation,
     UnexpectedData,
-    widened,
 )
 
 _MAX_UNWRITTEN_BYTES: Final = 256 << 10
@@ -198,12 +197,11 @@ class ReceivedCalls(Http2Side):
 
     def _widen_stream(self, stream: int, more: int) -> None:
         if (call := self.calls.get(stream)) is not None:
-            call.window = widened(call.window, more)
+            call.widen(more)
 
     def _widen(self, more: int) -> None:
         for call in self.calls.values():
-            call.settle()  # The window may become narrower.
-            call.window = widened(call.window, more)
+            call.widen(more)
 
     def _take_reset(self, stream: int, code: int) -> None:  # noqa: ARG002 - whatever the reason
         if (call := self.calls.get(stream)) is not None:

@@ -290,9 +290,9 @@ class Http2Side(ABC):
             The flood items that they restore; None if they were not taken, so ``_take_data`` must take the data.
         """
 
-    @abstractmethod
     def _pass_pieces(self, buffer: bytes, position: int) -> tuple[int, int]:
         """Answers pieces of ``streams`` from a position on. Returns the size of their frames and their flood items."""
+        raise NotImplementedError
 
     @abstractmethod
     def _check_opening(self, stream: int) -> None:
