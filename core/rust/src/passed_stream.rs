@@ -12,6 +12,8 @@ const UNCHANGED: [u8; 4] = [0x22, 2, 0x0A, 0];
 /// The fields around a piece in a `ProcessingResponse` that sends it back, from the innermost one.
 const AROUND_PIECE: [u32; 5] = [1, 3, 3, 1, 4];
 
+/// Bytes of pieces beyond which those taken must be counted.
+const MAX_KEPT_BYTES: usize = 64 << 10;
 const DATA: &[u8] = b"data:";
 const EVENT_END: &[u8] = b"\n\n";
 
@@ -49,7 +51,9 @@ impl PassedStream {
 
     /// Returns whether what it has taken must be counted before it takes more.
     pub fn is_due(&self) -> bool {
-        self.tokens > self.limit || i64::try_from(self.received).is_ok_and(|received| received > self.most_received)
+        self.tokens > self.limit
+            || self.passed.len() > MAX_KEPT_BYTES
+            || i64::try_from(self.received).is_ok_and(|received| received > self.most_received)
     }
 
     /// Returns whether the client may see a piece: whole events without hidden names, if there are any.

@@ -117,3 +117,16 @@ def test_the_gateway_may_pass_a_piece_on(kind: tuple[Any, Any], sends_back: bool
     assert frames[:14] == frame(frames[14:])[:14]
     assert case.step("taken", None) == (1, EVENT)
     assert case.step("moved", None) == (payload_bytes, len(frames) - 9)
+
+
+@pytest.mark.parametrize("kind", [(PassedStream, pass_pieces), (Reference, reference)])
+def test_it_is_due_before_it_keeps_many_bytes(kind: tuple[Any, Any]) -> None:
+    case = _Case(*kind, sends_back=False, hidden=[])
+    case.step("begin", (1 << 20, 1 << 20))
+    case.step("limit", 1 << 20)
+    piece = bytes(16_000)
+    for expected in (None, None, None, None, 1):
+        case.step("moved", None)
+        assert case.step("pass", frame(message(piece)))[1] == expected  # type: ignore[index]
+    assert case.step("taken", None) == (5, piece * 5)
+    assert case.step("pass", frame(message(piece)))[1] is None  # type: ignore[index]

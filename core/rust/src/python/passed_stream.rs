@@ -46,9 +46,8 @@ impl PassedStream {
     }
 
     fn taken<'py>(&mut self, py: Python<'py>) -> (i64, Bound<'py, PyBytes>) {
-        let passed = PyBytes::new(py, &self.0.passed);
-        self.0.passed.clear();
-        (std::mem::take(&mut self.0.tokens), passed)
+        let passed = std::mem::take(&mut self.0.passed);
+        (std::mem::take(&mut self.0.tokens), PyBytes::new(py, &passed))
     }
 }
 

@@ -16,6 +16,8 @@ _UNCHANGED = b"\x22\x02\x0a\x00"
 """A ProcessingResponse that lets a piece pass as it is."""
 _AROUND_PIECE = (1, 3, 3, 1, 4)
 """The fields around a piece in a ProcessingResponse that sends it back, from the innermost one."""
+_MAX_KEPT_BYTES = 64 << 10
+"""Bytes of pieces beyond which those taken must be counted."""
 _BYTES = 2
 """Wire type of bytes and messages."""
 
@@ -71,7 +73,8 @@ class PassedStream:
     @property
     def is_due(self) -> bool:
         """Whether what it has taken must be counted before it takes more."""
-        return self._tokens > self.limit or self._received > self._most_received
+        is_full = len(self._passed) > _MAX_KEPT_BYTES
+        return is_full or self._tokens > self.limit or self._received > self._most_received
 
     def moved(self) -> tuple[int, int]:
         """Returns the bytes received and sent since it was last asked."""
