@@ -264,6 +264,7 @@ class Exchange:
         await self._context.write(responses.refusal(error, self._request.id or uuid.uuid4().hex))
 
     async def _begin_response(self, message: ProcessingRequest) -> None:
+        self._stop_passing()  # A gateway may show headers again.
         headers = dict(header_list(message.response_headers.headers))
         is_stream = headers.get("content-type", "").startswith(STREAM_TYPE)
         status = int(headers[":status"]) if headers.get(":status", "").isdigit() else int(HTTPStatus.OK)
@@ -305,6 +306,11 @@ class Exchange:
             pick.responded(tokens, is_stream=True)
         stream.limit = pick.booking.room - pick.output_tokens
 
+    def _stop_passing(self) -> None:
+        self._count_passed()
+        self._context.answer_pieces(None)
+        self._stream = None
+
     def _pass_on(self, piece: HttpBody) -> bytes:
         self._count_passed()
         body, ends, response = piece.body, piece.end_of_stream, self._response
@@ -332,5 +338,5 @@ class Exchange:
     def _free(self) -> None:
         if not self._freed:
             self._freed = True
-            self._count_passed()
+            self._stop_passing()
             self._request.end(self._response.usage(), is_stream=self._response.is_stream)
