@@ -9,6 +9,8 @@ import pytest
 from kvrouter.net import budgets
 from kvrouter.net.budgets import LoopBudget, loop_budget
 
+from ...waiting import until
+
 
 async def _passes(taken: list[int], until: int) -> list[int]:
     """Returns how much was taken in each pass of the loop, until so much was taken in sum."""
@@ -75,6 +77,25 @@ async def test_a_cancelled_reader_takes_no_turn() -> None:
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
+    async with asyncio.timeout(10):
+        await budget.turn(100)
+
+
+async def test_work_that_fails_holds_up_nobody() -> None:
+    budget = LoopBudget(pass_us=100)
+    reports: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report["exception"]))
+    failure = ValueError("no")
+    done: list[int] = []
+
+    def fail() -> None:
+        raise failure
+
+    budget.call(100, lambda: done.append(1))
+    for work in (fail, lambda: done.append(2)):
+        budget.call(10, work)
+    await until(lambda: done == [1, 2])
+    assert reports == [failure]
     async with asyncio.timeout(10):
         await budget.turn(100)
 

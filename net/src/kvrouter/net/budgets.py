@@ -49,7 +49,7 @@ class LoopBudget:
         return not self._waiting and self._spend(cost_us)
 
     def call(self, cost_us: int, work: Callable[[], None]) -> None:
-        """Does some work as soon as it is its turn. The work must not raise."""
+        """Does some work as soon as it is its turn. An error of work that waited is reported to the event loop."""
         if self.take(cost_us):
             work()
         else:
@@ -71,7 +71,11 @@ class LoopBudget:
         self._left_us = self._pass_us
         while self._waiting and self._spend(self._waiting[0][1]):
             work, _ = self._waiting.popleft()
-            work()
+            try:
+                work()
+            except Exception as error:
+                # The others wait for their turns still.
+                asyncio.get_running_loop().call_exception_handler({"message": "work failed", "exception": error})
 
 
 _budgets: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBudget] = WeakKeyDictionary()

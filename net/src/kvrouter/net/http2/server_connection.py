@@ -85,10 +85,13 @@ class ServerConnection(Endpoint):
                 self.end(error)
 
     def _flush(self) -> None:
-        transport = self._transport
-        while transport is not None and not self._writing_paused and (data := self.calls.take()):
-            transport.write(data)
         self._woken = False
+        transport = self._transport
+        # uvloop raises if a connection that is lost is written to. A write may lose it.
+        while transport is not None and not (self._writing_paused or transport.is_closing()):
+            if not (data := self.calls.take()):
+                return
+            transport.write(data)
 
     def _ping(self) -> None:
         self.calls.ping()
