@@ -38,6 +38,11 @@ def test_a_message_has_the_whole_update(update: Update | None) -> None:
     assert UpdateCall.of(UpdateBookingsRequest.FromString(sent)) == call
 
 
+def test_a_number_that_does_not_fit_is_left_out() -> None:
+    sent = UpdateCall("session", 3, 7, [Free(KEY, 1 << 32), PrefillComplete(KEY, 5)]).to_message()
+    assert UpdateCall.of(sent).updates == [Free(KEY), PrefillComplete(KEY, 5)]
+
+
 def test_a_message_has_the_whole_answer() -> None:
     answer = UpdateAnswer(9, [RefusedUpdate(number=8, code=3, message="no")])
     assert UpdateAnswer.of(answer.to_message()) == answer

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from kvrouter.frontend.schedulers import booking_updates, scheduler_link
+from kvrouter.runtime.booking_updates import Free
 from kvrouter.runtime.deadline import Deadline
 
 from ....waiting import until
@@ -86,6 +87,52 @@ async def test_a_scheduler_that_reads_nothing_more_costs_no_call_and_gets_all_in
         (each.key.request_id, 7) for each in freed
     ]
     assert len(scheduler.openings) == 2
+
+
+async def test_reports_that_a_scheduler_does_not_acknowledge_end_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(booking_updates, "MAX_UPDATES", 8)
+    scheduler = Refusing(0)
+    scheduler.deaf_sessions = 1
+    scheduler.opened.set()
+    async with linked(scheduler) as link, asyncio.TaskGroup() as group:
+        await until(lambda: link.ready)
+        live = [booking(f"{number}") for number in range(3)]
+        for each in live:
+            keep(link, each)
+        for tokens in range(17, 17 + 16 * 3, 16):
+            assert len(scheduler.openings) == 1
+            assert link.waiting_updates <= 6
+            for each in live:
+                link.report_output(each, tokens)
+            group.create_task(link.select(selection(), deadline=Deadline.never()))
+            await asyncio.sleep(0)
+        await until_asserted(scheduler, 3)
+    assert len(scheduler.openings) == 2
+
+
+async def test_re_asserts_of_any_number_of_bookings_are_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(booking_updates, "MAX_UPDATES", 8)
+    scheduler = Refusing(0)
+    async with linked(scheduler) as link:
+        for number in range(9):
+            keep(link, booking(f"{number}"))
+        scheduler.opened.set()
+        await until_asserted(scheduler, 9)
+        await until(lambda: not link.waiting_updates)
+    assert len(scheduler.openings) == 1
+
+
+@pytest.mark.parametrize(("reported", "sent"), [(1 << 32, (1 << 32) - 1), (-1, 0), (None, None)])
+async def test_what_an_engine_reports_fits_into_an_update(reported: int | None, sent: int | None) -> None:
+    scheduler = Answering()
+    async with linked(scheduler) as link:
+        await until(lambda: link.ready)
+        link.free(booking("a"), reported, output_tokens=reported)
+        await until(lambda: scheduler.freed)
+        link.free(booking("b"), 3)
+        await until(lambda: len(scheduler.freed) == 2 and not link.waiting_updates)
+    freed = Free.of(scheduler.freed[0])
+    assert (freed.cached_tokens, freed.output_tokens) == (sent, sent)
 
 
 async def test_updates_of_one_step_travel_in_one_call() -> None:

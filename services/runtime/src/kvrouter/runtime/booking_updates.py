@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import structlog
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey, LowerTiers, Stage
+
+log = structlog.get_logger(component="updates")
 
 _WHOLE = Stage.STAGE_WHOLE  # read once: looking up an enum value by name takes a third of a microsecond
 
@@ -151,7 +154,10 @@ class UpdateCall(msgspec.Struct):
         for update in self.updates:
             message = request.updates.add()
             if update is not None:
-                update.write(message)
+                try:
+                    update.write(message)
+                except ValueError:  # A number does not fit. The key, which comes first, is written.
+                    log.exception("update.incomplete", update=repr(update))
         return request
 
 

@@ -109,7 +109,7 @@ BATCH_BYTES = 48 << 10
 _UPDATE_BYTES = 80
 """Most bytes of an update's numbers and tags."""
 MAX_UPDATES = 65_536
-"""Number of updates that may wait for their acknowledgement."""
+"""Number of updates that may wait for their acknowledgement, besides re-asserts."""
 
 
 class BookingUpdates:
@@ -155,8 +155,11 @@ class BookingUpdates:
 
     @property
     def overflowed(self) -> bool:
-        """Whether too many updates wait for their acknowledgement. The next opening drops those it replaces."""
-        return len(self._sent) + len(self.unsent) > MAX_UPDATES
+        """Whether too many updates wait for their acknowledgement. The next opening drops those it replaces.
+
+        Re-asserts are not counted: the next opening would send them again.
+        """
+        return len(self._sent) + len(self.unsent) - len(self._asserting) > MAX_UPDATES
 
     def opening(self) -> pb.OpenSessionRequest:
         """Returns the call that opens the session again. Earlier calls will not be answered any more."""

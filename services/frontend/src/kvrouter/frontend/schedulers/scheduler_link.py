@@ -63,6 +63,8 @@ _FAILOVER_SECONDS = 2.0
 if there is another Scheduler."""
 _YOUNG_SECONDS = 2.0
 """Age of a link up to which its Scheduler may not have discovered the component: many times what discovery takes."""
+_MAX_TOKENS = (1 << 32) - 1
+"""Largest number of tokens in an update."""
 _LONGEST_SELECTION_SECONDS = 86_400.0
 """Time limit of the call of a selection. Its deadline is shorter, and is kept here and in the Scheduler's queue."""
 
@@ -165,6 +167,7 @@ class SchedulerLink:
                 try:
                     if self._updates.has_unsent:
                         self._send_updates(session)
+                        self._end_if_overflowed(session)
                     seconds = deadline.remaining()
                     selected = await session.answer(self._call(session, request, seconds), seconds)
                 except SelectionUnanswered:
@@ -279,8 +282,12 @@ class SchedulerLink:
             output_tokens: Length of the output; None if that broke off, or is unknown.
             prefill_complete: Whether the prompt is computed, and ``prefill_complete`` was not called.
         """
-        update = Free(booking.value, cached_tokens, lower_cached_tokens, output_tokens, prefill_complete)
-        self._updates.free(booking, update)
+        self._updates.free(
+            booking,
+            Free(
+                booking.value, _sendable(cached_tokens), lower_cached_tokens, _sendable(output_tokens), prefill_complete
+            ),
+        )
         self._schedule_send()
 
     def _release(self, key: BookingKey) -> None:
@@ -301,8 +308,8 @@ class SchedulerLink:
             if not self._is_sending:
                 self._is_sending = True
                 asyncio.get_running_loop().call_soon(self._flush, context=self._background)
-        elif self._updates.overflowed:
-            self._end_overflowed(session)
+        else:
+            self._end_if_overflowed(session)
 
     def _flush(self) -> None:
         if not self._is_sending:
@@ -312,12 +319,12 @@ class SchedulerLink:
         if session is not None:
             if not session.unanswered:
                 self._send_updates(session)
-            if session.unanswered and self._updates.overflowed:
-                self._end_overflowed(session)
+            self._end_if_overflowed(session)
 
-    def _end_overflowed(self, session: Session) -> None:
-        # Nothing is lost: the next opening re-asserts live bookings, and frees are sent again.
-        self._end(session, f"the Scheduler has not acknowledged {MAX_UPDATES} updates")
+    def _end_if_overflowed(self, session: Session) -> None:
+        if session.unanswered and self._updates.overflowed:
+            # Nothing is lost: the next opening re-asserts live bookings, and frees are sent again.
+            self._end(session, f"the Scheduler has not acknowledged {MAX_UPDATES} updates")
 
     def _send_updates(self, session: Session) -> None:
         self._is_due = False
@@ -460,3 +467,8 @@ class SchedulerLink:
                 await self._choice.changed()
             elif await self._choice.answers(*better, self._heartbeat_timeout):
                 raise _SessionEnded(f"{better[0]} is now the component's Scheduler")
+
+
+def _sendable(tokens: int | None) -> int | None:
+    """Returns a number of tokens that an engine reports, which may be any, as an update can have it."""
+    return None if tokens is None else min(max(0, tokens), _MAX_TOKENS)
