@@ -116,7 +116,8 @@ class Progress(msgspec.Struct, eq=False):
     def pass_on(self, output: Output) -> OutputWriter | None:
         """Passes a piece of the output on. May run for every token, so it defers most work to full blocks.
 
-        May return a writer for the tokens that follow. ``written`` counts them.
+        May return a writer for the tokens that follow, of any blocks. It reports each need of a further block, and
+        ``written`` counts the tokens.
         """
         tokens = output.tokens
         if tokens:

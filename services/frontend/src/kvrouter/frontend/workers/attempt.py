@@ -37,7 +37,7 @@ _HARMLESS = frozenset({grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADL
 """Codes with which a worker fails a request that does not harm it."""
 _UNFINISHED = FinishReason.FINISH_REASON_UNSPECIFIED
 
-_MOST_WRITTEN = 4096
+_MOST_WRITTEN = 256
 """Tokens that a writer takes before they are counted here. It keeps their ids until then."""
 
 Outcome = WorkerFailure | Exception | None
