@@ -325,9 +325,12 @@ def call_handler(
                 response = bound(parse(encoded), deadline=deadline, **context)
         except Exception as error:
             raise refused(error) from None
-        return late(response) if may_be_late and isawaitable(response) else _serialize(response)
+        if may_be_late and isawaitable(response):
+            return late(response, trace_context.checked(call.trace_context))
+        return _serialize(response)
 
-    async def late(response: Awaitable[Any]) -> bytes:
+    async def late(response: Awaitable[Any], traceparent: str) -> bytes:
+        trace_context.enter(traceparent)
         try:
             return _serialize(await response)
         except Exception as error:
