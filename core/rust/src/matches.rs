@@ -20,7 +20,14 @@ pub fn read(message: &[u8]) -> Result<Matches, Malformed> {
     let mut fields = Fields::new(message);
     while let Some((number, value)) = fields.next()? {
         match (number, value) {
-            (1 | 2 | 7, Value::Bytes(packed)) => ranks.bytes(number, packed),
+            (1 | 2 | 7, Value::Bytes(packed)) => {
+                let is_whole =
+                    if number == 7 { packed.len().is_multiple_of(8) } else { Fields::new(packed).are_varints() };
+                if !is_whole {
+                    return Err(Malformed("a column of the ranks ends within a number"));
+                }
+                ranks.bytes(number, packed);
+            }
             (1 | 2, Value::Varint(single)) => ranks.packed(number, std::iter::once(single)),
             (7, Value::Fixed64(single)) => ranks.fixed64(number, single),
             (3, value) => add(device, value, |number| number as u32)?,

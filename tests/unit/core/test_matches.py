@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from kvrouter.core import IMPLEMENTATIONS, read_matches
 from kvrouter.core.interface import Matches
 from kvrouter.core.reference.matches import read_matches as reference
@@ -73,6 +73,18 @@ def test_messages_in_parts_are_read_as_protobuf_reads_them(
     one: bytes, other: bytes, number: int, values: list[int]
 ) -> None:
     read(one + one_by_one(number + 1, values) + other, 1 << 20)
+
+
+@given(answers(), st.lists(st.tuples(st.integers(0, 300), st.integers(0, 2), st.binary(min_size=1, max_size=2))))
+@example(b"", [(0, 0, b"\x0a"), (1, 0, b"\x01"), (2, 0, b"\xb3")])
+@example(b"", [(0, 0, b"\x12\x01"), (2, 0, b"\x80")])
+@example(b"", [(0, 0, b"\x3a\x01"), (2, 0, b"\x00")])
+def test_damaged_messages_are_read_or_refused_alike(answer: bytes, damages: list[tuple[int, int, bytes]]) -> None:
+    """Each damage replaces some bytes."""
+    for at, count, inserted in damages:
+        start = min(at, len(answer))
+        answer = answer[:start] + inserted + answer[start + count :]
+    read(answer, 9)
 
 
 @given(answers(), st.integers(0, 300))
