@@ -75,6 +75,20 @@ def test_unused_blocks_lower_the_mean_of_a_cache(core: ModuleType) -> None:
     assert unknown == 0.0
 
 
+def test_a_row_is_the_same_object_until_a_number_changes(core: ModuleType) -> None:
+    recency = core.CacheRecency()
+    recency.set_ranks([CachedRank((1, 0), 1, 10)])
+    row = recency.reuse_chance(0.0)
+    assert recency.reuse_chance(5.0) is row
+    for number in range(1, 9):
+        recency.record((1, 0), packed(list(range(10))), 10.0 * number)
+    changed = recency.reuse_chance(82.0)
+    assert changed != row
+    assert recency.reuse_chance(82.0) is changed
+    recency.set_ranks([CachedRank((1, 0), 1, 10), CachedRank((2, 0), 1, 10)])
+    assert len(recency.reuse_chance(83.0)) == 2 * 8
+
+
 def test_blocks_evict_the_least_recently_used_ones(core: ModuleType) -> None:
     recency = core.CacheRecency()
     recency.set_ranks([CachedRank((1, 0), 1, 4), CachedRank((2, 0), 1, 8)])

@@ -80,6 +80,20 @@ def test_without_first_tokens_every_rank_has_the_speed_of_the_component(core: Mo
     assert column(core.LatencyCalibration()) == []
 
 
+def test_a_row_is_the_same_object_until_a_number_changes(core: ModuleType) -> None:
+    calibration = of_ranks(core)
+    row = calibration.relative_latency(1.0)
+    observe(calibration, RANKS[0], 1.0, now=2.0)
+    assert calibration.relative_latency(3.0) is row
+    for rank, ratio in ((RANKS[0], 4.0), (RANKS[1], 1.0)):
+        observe(calibration, rank, *[ratio] * WINDOW, now=4.0)
+    changed = calibration.relative_latency(5.0)
+    assert changed != row
+    assert calibration.relative_latency(5.5) is not row
+    register(calibration, *RANKS[:2])
+    assert len(calibration.relative_latency(6.0)) == 2 * 8
+
+
 @given(st.lists(st.tuples(st.sampled_from(RANKS), st.floats(0.98, 1.02)), max_size=300), st.floats(0.3, 3.0))
 def test_what_chance_explains_is_no_difference(
     core: ModuleType, tokens: list[tuple[Rank, float]], common: float

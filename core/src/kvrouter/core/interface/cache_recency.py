@@ -59,7 +59,8 @@ class CacheRecency(Protocol):
         """Returns a row of float64: by rank, the mean chance over the blocks of its cache that one is used again.
 
         Blocks without content count as 0, and so does a rank whose number of blocks is unknown. The chance is renewed
-        after 1 s, of at most 16 ranks in each call, in turns.
+        after 1 s, of at most 16 ranks in each call, in turns. The row is the same object as before while its numbers
+        are the same.
         """
 
     def __len__(self) -> int:

@@ -89,7 +89,10 @@ class LatencyCalibration(Protocol):
         """
 
     def relative_latency(self, now: float) -> bytes:
-        """Returns a row of float64: the relative latency of each registered rank, at most REFRESH_S old."""
+        """Returns a row of float64: the relative latency of each registered rank, at most REFRESH_S old.
+
+        It is the same object as before while its numbers are the same.
+        """
 
 
 FACTOR_HALF_LIFE_S = 120.0

@@ -49,6 +49,7 @@ class CacheRecency:
         self._idle = [0.0] * _BINS
         self._counted_at = float("-inf")
         self._next_refreshed = 0
+        self._packed = b""
 
     def set_ranks(self, ranks: Sequence[CachedRank]) -> None:
         """Replaces the ranks."""
@@ -92,7 +93,10 @@ class CacheRecency:
             for used_at in self._history.values():
                 self._idle[_bin(self._now - used_at)] += 1
         self._refresh(list(self._caches.values()))
-        return struct.pack(f"={len(self._caches)}d", *(cache.chance for cache in self._caches.values()))
+        packed = struct.pack(f"={len(self._caches)}d", *(cache.chance for cache in self._caches.values()))
+        if packed != self._packed:
+            self._packed = packed
+        return self._packed
 
     def __len__(self) -> int:
         """Returns the number of sampled blocks, over all ranks and the history."""

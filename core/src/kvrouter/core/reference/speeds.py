@@ -56,6 +56,7 @@ class LatencyCalibration:
         self._variance = SPREAD**2
         self._row: list[float] = []
         self._refresh_at = -math.inf
+        self._packed = b""
 
     def set_ranks(self, ranks: Sequence[CachedRank]) -> None:
         """Replaces the registered ranks."""
@@ -85,7 +86,10 @@ class LatencyCalibration:
 
     def relative_latency(self, now: float) -> bytes:
         """Returns the relative latencies."""
-        return array("d", self._refreshed(now)).tobytes()
+        packed = array("d", self._refreshed(now)).tobytes()
+        if packed != self._packed:
+            self._packed = packed
+        return self._packed
 
     def _observe(self, mean: _Mean, ratio: float, now: float) -> None:
         weight = mean.weight_at(now)

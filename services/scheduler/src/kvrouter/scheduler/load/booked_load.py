@@ -66,7 +66,7 @@ class _Dispatched(msgspec.Struct, frozen=True):
 
 
 class _Row:
-    """The last row of numbers that the core packed. It returns the same bytes until a number changes."""
+    """The numbers of the last row that the core packed, which is the same object until a number changes."""
 
     __slots__ = ("_numbers", "_packed")
 
