@@ -89,8 +89,7 @@ async def serving_http(
         recognizes: Returns whether the beginning of a request shows a valid credential, whose limits leave room for
             it. Connections are strangers then, until a request is admitted (``note_admitted``); None if there are no
             strangers.
-        posted: Handlers of POST requests by path. They get those without a query, past the application's router and
-            middlewares.
+        posted: Handlers of POST requests by path. They get them past the application's router and middlewares.
         options: Options of ``aiohttp.web.AppRunner``.
 
     Raises:
@@ -205,7 +204,8 @@ class _Connections:
             protocol, handler = request.protocol, handles
             # The application decides about an expectation of the client before its body is read.
             if request.method == "POST" and "Expect" not in request.headers:
-                handler = posted.get(request.raw_path, handles)  # To parse it costs more than the application's part.
+                # The application's router parses the URL, which takes longer than everything else it does.
+                handler = posted.get(request.raw_path.partition("?")[0], handles)
             connection = self._by_handler.get(protocol)
             if connection is None:
                 return await handler(request)
