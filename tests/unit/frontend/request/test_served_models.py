@@ -10,7 +10,7 @@ from kvrouter.frontend.request.served_models import ServedModels
 from kvrouter.runtime.discovery.directory import ComponentView, Directory
 from kvrouter.v1.errors import UnknownModel
 from kvrouter.v1.names import ComponentName
-from kvrouter.v1.registry_pb2 import ComponentDescriptor, WorkerRegistration
+from kvrouter.v1.registry_pb2 import ComponentDescriptor, RankRegistration, WorkerRegistration
 
 
 def components(model: str) -> dict[ComponentName, ComponentView]:
@@ -56,3 +56,28 @@ def test_unknown_models_are_not_kept() -> None:
             models.resolve(f"unknown-{number}")
     assert models.resolve("first").views[0].descriptor.model == "first"
     assert set(models._resolved) == {"first"}
+
+
+def test_of_two_registrations_at_one_address_the_one_that_was_chosen_serves() -> None:
+    """An address is registered twice until the lease of the worker that had it before ends."""
+    first, second = ComponentName("ns", "first"), ComponentName("ns", "second")
+    address = "10.0.0.7:9000"
+    two = [RankRegistration(dp_rank=rank) for rank in range(2)]
+    old = WorkerRegistration(worker_id=1, endpoint=address, openai_endpoint="http://old:1")
+    new = WorkerRegistration(worker_id=2, endpoint=address, openai_endpoint="http://new:1", ranks=two)
+    other = WorkerRegistration(worker_id=3, endpoint=address)
+    views = {
+        first: ComponentView(first, ComponentDescriptor(model="m"), {1: old, 2: new}),
+        second: ComponentView(second, ComponentDescriptor(model="m"), {3: other}),
+    }
+    directory = SimpleNamespace(components=views)
+    models = ServedModels(cast(Directory, directory), cast(Any, None), None)
+    assert models.engine_at(address, 1) == (old, "http://old:1", "first", False)
+    assert models.engine_at(address, 2) == (new, "http://new:1", "first", True)
+    assert models.engine_at(address, 3) == (other, "", "second", False)
+    assert models.engine_at(address) is not None
+    assert models.engine_at(address, 4) is None
+    assert models.engine_at("10.0.0.8:9000") is None
+    directory.components = {second: views[second]}
+    assert models.engine_at(address, 1) is None
+    assert models.engine_at(address) == models.engine_at(address, 3)

@@ -132,7 +132,7 @@ class EngineCalls(msgspec.Struct, eq=False, dict=True):
     """Path of the client's request."""
     _is_authenticated: bool = False
     """Whether the client has a key, so it neither sets nor sees internal fields of engines."""
-    _path: str = ""
+    _engine_path: str = ""
     """Path of the engine's API, whose responses are translated; empty for the client's own."""
     counted_prompt_tokens: int | None = None
     """Tokens of its prompt as the engine counted them; None until it reports them."""
@@ -189,7 +189,7 @@ class EngineCalls(msgspec.Struct, eq=False, dict=True):
         shows_progress = is_prefill or self._routed.is_stream
         health = runner.workers.health.begin(endpoint, dispatch.prompt_tokens if shows_progress else None)
         attempt = WorkerAttempt(dispatch, health, runner.workers.metrics, max_tokens=_UNLIMITED_TOKENS)
-        engine = runner.models.engine_at(endpoint)
+        engine = runner.models.engine_at(endpoint, dispatch.worker_id)
         body = (prefill_body if is_prefill else decode_body)(self._body, request.transfer_params)
         read = self._read_prefill if is_prefill else self._pass_on
         loop = asyncio.get_running_loop()
@@ -235,8 +235,8 @@ class EngineCalls(msgspec.Struct, eq=False, dict=True):
             headers[RANK_HEADER] = str(dispatch.request.dp_rank)
         if (source := dispatch.request.kv_source) is not None:
             headers[KV_SOURCE_HEADER] = kv_source_text(source)
-        path = self._path or self._route
-        if path != self._request.raw_path and not (self._path or self._is_authenticated):
+        path = self._engine_path or self._route
+        if path != self._request.raw_path and not (self._engine_path or self._is_authenticated):
             path = self._request.rel_url.raw_path_qs  # It has a query.
         seconds = dispatch.deadline.remaining()
         answer: EngineAnswer | None = None
@@ -244,7 +244,7 @@ class EngineCalls(msgspec.Struct, eq=False, dict=True):
             answer = await self._engines.connections.post(url, path, data=body, headers=headers, seconds=seconds)
             if answer.status >= _FIRST_ERROR:
                 await self._check(answer, path, has_key=bool(key))
-            if (self._is_authenticated or self._path) and "Content-Encoding" in answer.headers:
+            if (self._is_authenticated or self._engine_path) and "Content-Encoding" in answer.headers:
                 raise DependencyAway("its OpenAI API compresses a response although nobody accepts that")
             await read(answer, receiver)
         except EngineFailed as error:
@@ -278,7 +278,7 @@ class EngineCalls(msgspec.Struct, eq=False, dict=True):
                 headers["x-request-id"] = engine_id
         else:
             headers = _without(self._request.headers, _NOT_FORWARDED)
-        if self._is_authenticated or self._path:
+        if self._is_authenticated or self._engine_path:
             headers = _without(headers, _ENCODING)  # A compressed response could not be read.
         headers.update(trace_context.headers())
         return headers

@@ -39,7 +39,7 @@ class Serving(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """A worker with an OpenAI API as requests need it: reading a field of its registration takes a microsecond."""
+    """A registered worker as forwarded requests need it: reading a field of its registration takes a microsecond."""
 
     worker: WorkerRegistration
     url: str
@@ -61,8 +61,8 @@ class ServedModels:
         self._derived_from: Mapping[ComponentName, ComponentView] = {}
         """The registrations from which the following was derived."""
         self._resolved: dict[str, Serving] = {}
-        self._engines: dict[str, Engine] | None = None
-        """The workers by address; None until they are needed."""
+        self._engines: dict[tuple[str, int | None], Engine] | None = None
+        """The workers by address and id, and the first one of each address by None; None until they are needed."""
         self._forwarding: set[ComponentName] = set()
         self._only_forwarding: set[ComponentName] = set()
 
@@ -120,8 +120,12 @@ class ServedModels:
         views = [view for view in self._derived_from.values() if view.model == model]
         return [each for view in views if view.name in self._forwarding for each in view.workers.values()]
 
-    def engine_at(self, endpoint: str) -> Engine | None:
-        """Returns the registered worker with an address; None if there is none."""
+    def engine_at(self, endpoint: str, worker_id: int | None = None) -> Engine | None:
+        """Returns the registered worker with an address and an id; None if there is none.
+
+        A worker that restarts at an address, or gets that of another one, is registered beside the former one until
+        that one's lease ends. If ``worker_id`` is None, it is any of them.
+        """
         if self._directory.components is not self._derived_from:
             self._follow_registrations()
         if self._engines is None:
@@ -129,8 +133,9 @@ class ServedModels:
             for view in self._derived_from.values():
                 for each in view.workers.values():
                     engine = Engine(each, each.openai_endpoint, view.name.name, len(each.ranks) > 1)
-                    self._engines.setdefault(each.endpoint, engine)
-        return self._engines.get(endpoint)
+                    self._engines[each.endpoint, each.worker_id] = engine
+                    self._engines.setdefault((each.endpoint, None), engine)
+        return self._engines.get((endpoint, worker_id))
 
     def has_text(self, model: str) -> bool:
         """Returns whether the output of a model or LoRA adapter is returned as text."""
