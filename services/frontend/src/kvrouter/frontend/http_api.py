@@ -417,6 +417,11 @@ class HttpApi:
                     raise
                 return with_retry_time(response.engine_error(engine_error), error)
             response.fail(error_body(error)[1])
+        except Exception:
+            if not response.has_begun:
+                raise
+            log.exception("http.request_failed", path=path)
+            response.fail(INTERNAL)
         finally:
             response.close()
         assert response.stream is not None, "a request that an engine ran has a response"  # noqa: S101

@@ -52,7 +52,9 @@ class ForwardedResponse:
 
     def answers(self, status: int, reason: str, headers: CIMultiDict[str]) -> None:
         """Takes the head of an engine's response. It is written with the first byte."""
+        varies = headers.popall("Vary", [])
         headers.update(self.headers, **cross_origin_headers(self._request))
+        headers.extend(("Vary", names) for names in varies)  # Besides the origin.
         self.stream = EventStream(self._request, self._writer, status=status, reason=reason, headers=headers)
         self._chunk_writer = None
 
