@@ -13,7 +13,7 @@ import structlog
 from kvrouter.v1 import scheduler_pb2 as pb
 from kvrouter.v1.common_pb2 import BookingKey, LowerTiers, Stage
 
-log = structlog.get_logger(component="updates")
+log = structlog.get_logger(component="frontend")
 
 _WHOLE = Stage.STAGE_WHOLE  # read once: looking up an enum value by name takes a third of a microsecond
 
