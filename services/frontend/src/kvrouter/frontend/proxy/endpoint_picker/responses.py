@@ -18,6 +18,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Value
 from kvrouter.frontend.edge.http_errors import error_body
 from kvrouter.frontend.edge.request_fields import REQUEST_ID_HEADER
+from kvrouter.net.wire_format import encode_field, tag
 from kvrouter.v1.errors import KvRouterError
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -71,9 +72,12 @@ def header_list(headers: HeaderMap) -> list[tuple[str, str]]:
     ]
 
 
-# Tags of the fields of a ProcessingResponse, and of those within them.
-_REQUEST_HEADERS, _RESPONSE_HEADERS, _REQUEST_BODY = b"\x0a", b"\x12", b"\x1a"
-_RESPONSE, _HEADER_MUTATION = b"\x0a", b"\x12"
+_REQUEST_HEADERS = tag(pb.ProcessingResponse, "request_headers")
+_RESPONSE_HEADERS = tag(pb.ProcessingResponse, "response_headers")
+_REQUEST_BODY = tag(pb.ProcessingResponse, "request_body")
+_RESPONSE = tag(pb.HeadersResponse, "response")
+"""It is the same in a BodyResponse."""
+_HEADER_MUTATION = tag(pb.CommonResponse, "header_mutation")
 _CLEAR_ROUTE_CACHE: bytes = pb.CommonResponse(clear_route_cache=True).SerializeToString()
 
 MAX_PIECE_BYTES = 62 << 10
@@ -122,8 +126,8 @@ def more_time(seconds: float) -> bytes:
 
 def response_headers(headers: Mapping[str, str], removed_headers: Collection[str] = ()) -> bytes:
     """Passes the response's headers on, with further ones for the client, and without those removed."""
-    mutation = _field(_HEADER_MUTATION, _header_mutation(headers, removed_headers))
-    return _field(_RESPONSE_HEADERS, _field(_RESPONSE, mutation))
+    mutation = encode_field(_HEADER_MUTATION, _header_mutation(headers, removed_headers))
+    return encode_field(_RESPONSE_HEADERS, encode_field(_RESPONSE, mutation))
 
 
 _UNCHANGED: bytes = pb.ProcessingResponse(
@@ -168,7 +172,7 @@ def _stream(body: pb.BodyResponse, piece: bytes, *, end_of_stream: bool) -> None
 
 
 def _routed(
-    tag: bytes,
+    answer_tag: bytes,
     endpoints: Sequence[str],
     headers: Mapping[str, str],
     removed: Collection[str],
@@ -176,9 +180,9 @@ def _routed(
 ) -> bytes:
     named = ",".join(endpoints)
     destination = named.encode()
-    mutation = _field(_HEADER_MUTATION, _header_mutation({DESTINATION: named, **headers}, removed))
-    common = _field(_RESPONSE, mutation + body_mutation + _CLEAR_ROUTE_CACHE)
-    return b"".join((_field(tag, common), _before_destination(len(destination)), destination))
+    mutation = encode_field(_HEADER_MUTATION, _header_mutation({DESTINATION: named, **headers}, removed))
+    common = encode_field(_RESPONSE, mutation + body_mutation + _CLEAR_ROUTE_CACHE)
+    return b"".join((encode_field(answer_tag, common), _before_destination(len(destination)), destination))
 
 
 @lru_cache(1024)
@@ -206,13 +210,3 @@ def _before_value(name: str, value_bytes: int) -> bytes:
     option = HeaderValueOption(header=header, append_action=_REPLACES)
     encoded: bytes = pb.HeaderMutation(set_headers=[option]).SerializeToString()
     return encoded[: len(encoded) - value_bytes - len(_AFTER_VALUE)]
-
-
-def _field(tag: bytes, content: bytes) -> bytes:
-    """Returns a field of bytes or a message, encoded."""
-    size, length = len(content), bytearray()
-    while size > 0x7F:
-        length.append(size & 0x7F | 0x80)
-        size >>= 7
-    length.append(size)
-    return b"".join((tag, length, content))
