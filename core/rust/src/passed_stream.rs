@@ -1,4 +1,4 @@
-//! Answers the pieces of a streamed response that a gateway shows to its external processor, and keeps until then.
+//! Answers the pieces of a streamed response which a gateway sends to its external processor.
 
 use crate::wire::{Fields, Value, Writer};
 
@@ -33,8 +33,8 @@ pub struct PassedStream {
 }
 
 impl PassedStream {
-    /// Returns the answer to a message with a piece that may pass; None for anything else. The answer may have at most
-    /// so many bytes, and `around` more bytes count with the message and with the answer.
+    /// Returns the answer to a message with a piece that may pass; None for anything else. The answer has at most
+    /// `most` bytes. `around` is the size of what surrounds the message, and the answer, in a frame: it counts for both.
     pub fn answer(&mut self, message: &[u8], around: usize, most: usize) -> Option<Vec<u8>> {
         let piece = piece_of(message).filter(|piece| !self.is_held && self.shows(piece))?;
         let answer = if self.sends_back { sent_back(piece) } else { UNCHANGED.to_vec() };

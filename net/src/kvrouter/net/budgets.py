@@ -74,7 +74,7 @@ class LoopBudget:
             try:
                 work()
             except Exception as error:
-                # The others wait for their turns still.
+                # Those behind it must still get their turns.
                 asyncio.get_running_loop().call_exception_handler({"message": "work failed", "exception": error})
 
 

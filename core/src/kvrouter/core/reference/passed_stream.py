@@ -1,4 +1,4 @@
-"""Answers the pieces of streamed responses that a gateway shows to its external processor, and keeps until then."""
+"""Answers the pieces of streamed responses which a gateway sends to its external processor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class PassedStream:
     def answer(self, message: bytes, around: int, most: int) -> bytes | None:
         """Returns the answer to a message with a piece that may pass, of at most ``most`` bytes; None for any other.
 
-        ``around``: bytes that count with the message, and with the answer.
+        ``around`` is the size of what surrounds the message, and the answer, in a frame: it counts for both.
         """
         piece = _piece_of(message)
         if piece is None or self.is_held or not self._shows(piece):
@@ -138,7 +138,8 @@ def _piece_of(message: bytes) -> bytes | None:
     """Returns the piece in a ProcessingRequest; None if it is the last one, or there is anything but metadata."""
     fields = _fields(message)
     bodies = [value for number, value in fields or () if number == _RESPONSE_BODY]
-    if fields is None or len(bodies) != 1 or {number for number, _ in fields} - {5, _METADATA_CONTEXT, _ATTRIBUTES}:
+    known = {_RESPONSE_BODY, _METADATA_CONTEXT, _ATTRIBUTES}
+    if fields is None or len(bodies) != 1 or not known.issuperset(number for number, _ in fields):
         return None
     match _fields(bodies[0]):
         case [(1, piece)]:

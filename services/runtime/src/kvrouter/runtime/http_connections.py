@@ -1,7 +1,7 @@
-"""aiohttp's handler of a connection, with responses that are written elsewhere, and turns of strangers.
+"""Handles connections of aiohttp's server, and limits the requests of clients without a credential.
 
-It answers unreadable requests, such as too large headers, in JSON like other errors. The body has the format of the
-OpenAI API, whose clients show its message.
+Unreadable requests, such as those with too large headers, are answered in JSON like other errors. The body has the
+format of the OpenAI API, whose clients show its message. aiohttp skips responses that their handlers have written.
 """
 
 from __future__ import annotations

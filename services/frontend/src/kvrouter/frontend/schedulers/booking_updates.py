@@ -35,7 +35,7 @@ class LiveBooking(msgspec.Struct, eq=False):
 
     key: BookingKey
     value: Key
-    """Its key as a value."""
+    """The same key as updates have it."""
     component: Component
     rank: Rank
     local_hashes: bytes

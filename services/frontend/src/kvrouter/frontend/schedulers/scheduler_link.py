@@ -470,5 +470,5 @@ class SchedulerLink:
 
 
 def _sendable(tokens: int | None) -> int | None:
-    """Returns a number of tokens that an engine reports, which may be any, as an update can have it."""
+    """Returns a number of tokens that an engine has reported, limited to what an update can have."""
     return None if tokens is None else min(max(0, tokens), _MAX_TOKENS)

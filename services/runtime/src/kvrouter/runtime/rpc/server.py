@@ -298,8 +298,8 @@ def call_handler(
 ) -> Callable[[bytes, ServerCall], bytes | Coroutine[Any, Any, bytes]]:
     """Returns the handler of a method for ``CallStreamServer.add_unary``. A plain function is answered in one step.
 
-    Otherwise the handler returns a coroutine. It sets the trace context of its task, so it needs a task of its own. So
-    do the guard and the span of a method that ``may_wait``.
+    Otherwise the handler returns a coroutine, which needs a task of its own, since it sets the task's trace context. So
+    it does for a method that ``may_wait`` if a guard or a span lasts as long as the call.
 
     Args:
         path: The method's path on the wire, for logs.

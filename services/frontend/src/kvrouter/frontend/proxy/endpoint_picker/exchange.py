@@ -92,7 +92,7 @@ class Exchange:
         self._reading: asyncio.Task[Any] | None = None
 
     async def open(self) -> bool:
-        """Reads the first message. Returns whether it has headers with a credential that counts.
+        """Reads the first message, once. Returns whether it has headers with a credential that counts.
 
         Raises:
             KvRouterError: as for ``run``.
