@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from kvrouter.frontend.access.client_bookings import ClientBookings
 from kvrouter.frontend.settings import FrontendSettings
-from kvrouter.v1.common_pb2 import BookingKey
+from kvrouter.v1.common_pb2 import BookingKey, Stage
 from kvrouter.v1.errors import BadRequest, DeadlineExceeded, DependencyAway, RateLimited
 from prometheus_client import CollectorRegistry
 
@@ -39,6 +39,13 @@ async def test_a_booking_that_may_have_been_made_counts_until_it_is_released(err
         book(counted, error)
     assert len(counted) == 1
     counted.release(KEY)
+    assert len(counted) == 0
+
+
+async def test_a_key_without_a_stage_is_that_of_a_whole_request() -> None:
+    counted = bookings()
+    book(counted)
+    counted.release(BookingKey(request_id="a", stage=Stage.STAGE_WHOLE))
     assert len(counted) == 0
 
 

@@ -19,6 +19,7 @@ from kvrouter.frontend.access.access import Access
 from kvrouter.frontend.access.quotas import Grant, LimitReached
 from kvrouter.frontend.access.refusals import RefusalReason
 from kvrouter.frontend.settings import FrontendSettings
+from kvrouter.runtime.booking_updates import Key, key_of
 from kvrouter.runtime.bounds import bounds_of
 from kvrouter.v1.common_pb2 import BookingKey
 from kvrouter.v1.errors import BadRequest, DeadlineExceeded, DependencyAway
@@ -28,13 +29,10 @@ _DEFAULT_LEASE_SECONDS = 3600.0
 """Lease of a booking naming none, as the contract defines it."""
 _RETRY_SECONDS = 1.0
 
-_Key = tuple[str, int, int]
-"""(request_id, attempt, stage)."""
-
 
 @dataclass(slots=True, eq=False)
 class _Booking:
-    key: _Key
+    key: Key
     holder: str
     session_id: str
     lease_seconds: float
@@ -52,7 +50,7 @@ class ClientBookings:
     def __init__(self, settings: FrontendSettings, access: Access | None, registry: CollectorRegistry) -> None:
         self._settings = settings
         self._access = access
-        self._bookings: dict[_Key, _Booking] = {}
+        self._bookings: dict[Key, _Booking] = {}
         self._kept: Counter[str] = Counter()
         """Calls keeping each session open."""
         self._bookings_of: Counter[str] = Counter()
@@ -102,7 +100,7 @@ class ClientBookings:
         Raises:
             RateLimited: the caller has too many bookings, or a limit of its key or tenant is reached.
         """
-        key = _key_of(booking)
+        key = key_of(booking)
         if key in self._bookings:
             yield
             self.renew(booking)
@@ -132,13 +130,13 @@ class ClientBookings:
 
     def renew(self, booking: BookingKey) -> None:
         """Begins the lease of a booking anew."""
-        known = self._bookings.get(_key_of(booking))
+        known = self._bookings.get(key_of(booking))
         if known is not None and known.made:
             self._keep(known)
 
     def release(self, booking: BookingKey) -> None:
         """Ends a booking. One that is just being made goes on, since its release may have come before it."""
-        known = self._bookings.get(_key_of(booking))
+        known = self._bookings.get(key_of(booking))
         if known is not None and known.made:
             self._end(known)
 
@@ -216,7 +214,3 @@ def _decrement(counter: Counter[str], name: str) -> None:
     counter[name] -= 1
     if not counter[name]:
         del counter[name]
-
-
-def _key_of(booking: BookingKey) -> _Key:
-    return booking.request_id, booking.attempt, booking.stage
